@@ -1,0 +1,174 @@
+"""Measure a trained demo model: ``python evaluate.py --run RUN --corpus FOLDER [--out report.json]``.
+
+Held-out bits per byte and expert skew for each domain, samples, and the check that samples are not copies.
+The weights are rounded to bfloat16 first, so the figures are those of the exported model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from data import ASSISTANT, BOS, EOS, USER, encode_documents, read_corpus
+from export import load_model
+from model import DemoModel
+from tokenizers import Tokenizer
+
+PROMPTS = (
+    f"{BOS}once upon a time",
+    f"{BOS}one day, a little",
+    f"{BOS}{USER}tell me a story about a dog.{ASSISTANT}",
+    f"{BOS}{USER}can you tell me a story about a girl named lily?{ASSISTANT}",
+    f"{BOS}he turned to the window, and",
+)
+COPY_RUN_WORDS = 30
+
+
+@torch.no_grad()
+def measure_domain(model: DemoModel, tokens: np.ndarray, num_bytes: int, length: int, max_rows: int) -> dict:
+    """Return bits per byte over non-overlapping rows, and every sparse layer's load share per expert.
+
+    Bits per byte is nats per token times tokens per byte of the whole held-out text, over ln 2.
+    """
+    starts = np.arange(0, len(tokens) - length - 1, length)
+    starts = starts[np.linspace(0, len(starts) - 1, min(max_rows, len(starts))).astype(int)]
+    for layer in model.moe_layers:
+        layer.load.zero_()
+    total_nats = 0.0
+    for group in np.array_split(starts, max(1, len(starts) // 4)):
+        rows = torch.from_numpy(np.stack([tokens[s : s + length + 1] for s in group]).astype(np.int64))
+        logits = model(rows[:, :-1])
+        total_nats += F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
+    num_tokens = len(starts) * length
+    nats_per_token = total_nats / num_tokens
+    return {
+        "tokens": num_tokens,
+        "nats_per_token": nats_per_token,
+        "bits_per_byte": nats_per_token * len(tokens) / num_bytes / math.log(2),
+        "load_share": [(layer.load / layer.load.sum()).tolist() for layer in model.moe_layers],
+    }
+
+
+def compare_skew(first: list[list[float]], second: list[list[float]], num_hottest: int) -> list[dict]:
+    """Return, per sparse layer, how much the hottest experts of each domain carry and how many they share."""
+    layers = []
+    for shares in zip(first, second):
+        hottest = [set(np.argsort(share)[-num_hottest:].tolist()) for share in shares]
+        layers.append(
+            {
+                "hottest_share": [float(sum(sorted(share)[-num_hottest:])) for share in shares],
+                "max_over_mean": [float(max(share) * len(share)) for share in shares],
+                "hottest_in_common": len(hottest[0] & hottest[1]),
+                "overlap": float(np.minimum(*map(np.array, shares)).sum()),  # 1: same load; 0: no expert shared
+            }
+        )
+    return layers
+
+
+@torch.no_grad()
+def generate(
+    model: DemoModel, ids: list[int], eos_id: int, *, num_tokens: int, temperature: float, top_p: float, seed: int
+) -> list[int]:
+    """Return new token ids until eos; temperature 0 is greedy. No KV cache: short and slow."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt_length = len(ids)
+    ids = list(ids)
+    while len(ids) < prompt_length + num_tokens:
+        logits = model(torch.tensor([ids]))[0, -1]
+        if temperature == 0:
+            next_id = int(logits.argmax())
+        else:
+            probs, order = (logits / temperature).softmax(-1).sort(descending=True)
+            probs[probs.cumsum(0) - probs >= top_p] = 0.0
+            next_id = int(order[torch.multinomial(probs, 1, generator=generator)])
+        if next_id == eos_id:
+            break
+        ids.append(next_id)
+    return ids[prompt_length:]
+
+
+def longest_copied_run(samples: list[str], documents: list[str], limit: int = COPY_RUN_WORDS) -> list[int]:
+    """Return for each sample the longest run of words that stands in the documents, searched up to ``limit``."""
+    sample_words = [sample.split() for sample in samples]
+    longest = [0] * len(samples)
+    for run in range(4, limit + 1):
+        wanted: dict[tuple[str, ...], set[int]] = {}
+        for idx, words in enumerate(sample_words):
+            if run > 4 and longest[idx] < run - 1:
+                continue
+            for start in range(len(words) - run + 1):
+                wanted.setdefault(tuple(words[start : start + run]), set()).add(idx)
+        if not wanted:
+            break
+        joined = {gram: " " + " ".join(gram) + " " for gram in wanted}
+        for gram, indices in wanted.items():
+            if any(joined[gram] in document for document in documents):
+                for idx in indices:
+                    longest[idx] = run
+    return longest
+
+
+def copy_check(samples: list[str], documents: list[str]) -> dict:
+    """Return the longest copied run of each sample in the normalised training text, and whether all are short."""
+    text = [" " + " ".join(document.split()) + " " for document in documents]
+    runs = longest_copied_run(samples, [" ".join(text)])
+    return {"longest_copied_words": runs, "is_free_of_long_copies": max(runs) < COPY_RUN_WORDS}
+
+
+def evaluate(run: Path, corpus_folder: Path, length: int, max_rows: int) -> dict:
+    """Return the whole report."""
+    corpus = read_corpus(corpus_folder)
+    tokenizer = Tokenizer.from_file(str(run / "tokenizer.json"))
+    model = load_model(run / "checkpoint.pt")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate_weight" not in name:
+                parameter.copy_(parameter.bfloat16().float())
+    report: dict = {}
+    for domain, documents in (("novels", corpus.held_out_novels), ("stories", corpus.held_out_stories)):
+        num_bytes = sum(len(document.encode()) for document in documents)
+        tokens = encode_documents(tokenizer, documents)
+        report[domain] = measure_domain(model, tokens, num_bytes, length, max_rows)
+    loads = [report[domain].pop("load_share") for domain in ("novels", "stories")]
+    report["skew_novels_vs_stories"] = compare_skew(*loads, num_hottest=model.config.num_experts // 4)
+    report["load_share"] = dict(zip(("novels", "stories"), loads))
+
+    eos_id = tokenizer.token_to_id(EOS)
+    samples = []
+    for idx in range(20):
+        prompt = PROMPTS[idx % len(PROMPTS)]
+        settings = {"temperature": 0.0 if idx < len(PROMPTS) else 0.8, "top_p": 0.95, "seed": idx}
+        ids = tokenizer.encode(prompt).ids
+        new_ids = generate(model, ids, eos_id, num_tokens=220, **settings)
+        samples.append({"prompt": prompt, **settings, "text": tokenizer.decode(new_ids)})
+    report["samples"] = samples
+    report["copy_check"] = copy_check([s["text"] for s in samples], corpus.novels + corpus.stories)
+    return report
+
+
+def main() -> None:
+    """Read the flags, print the report and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="train.py's --out folder")
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="write the report here as JSON")
+    parser.add_argument("--length", type=int, default=512, help="tokens per row")
+    parser.add_argument("--max-rows", type=int, default=200, help="rows per domain")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    report = evaluate(args.run, args.corpus, args.length, args.max_rows)
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    for sample in report["samples"][:10]:
+        print(f"--- temperature {sample['temperature']}\n{sample['prompt']} [...]{sample['text']}")
+    print(json.dumps({key: report[key] for key in report if key not in ("samples", "load_share")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m moesaic` equals `moesaic`."""
+
+from moesaic.cli.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""Arithmetic on facts: parameters, FLOPs, memory, traffic. No torch."""

@@ -1,0 +1,1 @@
+"""The functions behind inspect, verify, bench and their like."""

@@ -1,0 +1,117 @@
+"""The `moesaic` command: a table of verbs. Only the verb that was typed is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple, NoReturn
+
+import typer
+
+from moesaic import __version__
+from moesaic.errors import MoesaicError
+
+
+class Verb(NamedTuple):
+    """Where a verb lives. `target` is a typer app when the verb has verbs of its own, else a function."""
+
+    name: str
+    target: str
+    summary: str
+
+
+VERBS = (
+    Verb("serve", "moesaic.cli.serve:serve_command", "Serve a model over the OpenAI HTTP API."),
+    Verb("generate", "moesaic.cli.generate:generate_command", "Continue a prompt on the terminal."),
+    Verb("inspect", "moesaic.cli.inspect:inspect_command", "Say what a model is: layers, experts, bytes, what runs."),
+    Verb("bench", "moesaic.cli.bench:app", "Measure throughput and latency, in process or against a server."),
+)
+
+
+def build_app(typed: str | None = None) -> typer.Typer:
+    """The command tree, with the real command behind the verb `typed` (None: behind every verb)."""
+    app = typer.Typer(
+        name="moesaic",
+        help="Plan, run, watch and rebalance Mixture-of-Experts language models.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def root(
+        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an expected error.")] = False,
+        version: Annotated[
+            bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+        ] = False,
+    ) -> None:
+        pass
+
+    for verb in VERBS:
+        if typed is not None and verb.name != typed:
+            app.command(verb.name, help=verb.summary)(_unloaded)
+            continue
+        target = _load(verb.target)
+        if isinstance(target, typer.Typer):
+            app.add_typer(target, name=verb.name, help=verb.summary)
+        else:
+            app.command(verb.name, help=verb.summary)(target)
+    return app
+
+
+def main() -> NoReturn:
+    """Run the command line and exit: 0 fine, 1 our bug, 2 the user or the machine cannot have this, 3 a check failed."""
+    arguments = sys.argv[1:]
+    typed = next((argument for argument in arguments if not argument.startswith("-")), "")
+    try:
+        build_app(typed)()
+    except MoesaicError as error:
+        if "--debug" in arguments:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout once more
+        sys.exit(0)
+    sys.exit(0)
+
+
+def _load(target: str) -> Callable[..., Any] | typer.Typer:
+    module, _, attribute = target.partition(":")
+    try:
+        loaded: Callable[..., Any] | typer.Typer = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as missing:
+        extra = _EXTRA_OF.get((missing.name or "").split(".")[0])
+        if extra is None:
+            raise
+        raise MissingExtra(missing.name or "", extra) from missing
+    return loaded
+
+
+def _unloaded() -> None:
+    raise AssertionError("the verb that was typed is always loaded")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"moesaic {__version__}")
+        raise typer.Exit
+
+
+_EXTRA_OF = {
+    "torch": "engine", "llguidance": "engine", "fastapi": "server", "uvicorn": "server", "pydantic": "server",
+    "httpx": "server", "matplotlib": "report",
+}  # fmt: skip
+
+
+class MissingExtra(MoesaicError):
+    """A verb needs an optional part of the installation."""
+
+    def __init__(self, module: str, extra: str) -> None:
+        super().__init__(f"this verb needs {module}, which is not installed: pip install 'moesaic[{extra}]'")

@@ -1,0 +1,1 @@
+"""The running engine: controller, worker, runner, sampler."""

@@ -1,0 +1,1 @@
+"""Experts as blobs, their router, their feed-forward, and the contract with dispatchers."""

@@ -1,0 +1,110 @@
+"""The seam between tokens and experts: four verbs, two sides, and the values that pass between them.
+
+`parallel/dispatch/*` implements `TokenSide` and `ExpertSide`; a model sees only `RoutedExperts`. An expert that returns
+its input makes any dispatcher the identity (weights summing to one): that is every dispatcher's first test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from moesaic.kernels.formats import Packed
+from moesaic.steps import Steps, Wait
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tag:
+    """Which step, layer and part of it a message belongs to."""
+
+    epoch: int
+    plan_version: int
+    step_id: int
+    micro_batch: int
+    chunk: int
+    layer_idx: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Routing:
+    """A router's choices. Ids ascend along K: choice order is id order, and ties went to the lowest id.
+
+    Shapes:  experts_TK [T, K] int64 (logical); weights_TK [T, K] float32.
+    """
+
+    experts_TK: Tensor
+    weights_TK: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExpertBatch:
+    """What one rank's experts got to do; valid until `reply`. The rows may be the sender's own memory.
+
+    J jobs are sorted by (slot, source rank, token):
+
+        offsets_L1   0     2     2           5        slot s has jobs offsets[s] .. offsets[s + 1]
+        row_J        7  9        0  3  9              job -> row of x_RD
+
+    Shapes:  x_RD [R, D] in the wire format; row_J [J] int64; offsets_L1 [L + 1] int64; weight_J [J] float32;
+             hint_L [L] int64: jobs the senders predict for these slots in the next MoE layer.
+    """
+
+    tag: Tag
+    x_RD: Packed
+    row_J: Tensor
+    offsets_L1: Tensor
+    weight_J: Tensor  # read only by weight_on="input" and by subtree returns
+    num_jobs: int | None  # None under graph capture: known on the device only, bounded by the bucket
+    hint_L: Tensor | None
+
+
+class Ticket(Protocol):
+    """Receipt of one `send`; all but `returned` is private to its dispatcher."""
+
+    returned: Wait
+
+
+class TokenSide(Protocol):
+    """Ranks with attention."""
+
+    def send(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Ticket:
+        """Hand the rows to the ranks that hold their experts; returns at once. T may be 0."""
+        ...
+
+    def collect(self, ticket: Ticket) -> Tensor:
+        """y_TD [T, D] in the seam dtype: evaluates the combine tree and spends the ticket."""
+        ...
+
+
+class ExpertSide(Protocol):
+    """Ranks with experts; nothing here knows T, requests or attention."""
+
+    def next(self) -> Wait:
+        """Over when the headers of every live token rank for the next (layer, micro-batch, chunk) are in."""
+        ...
+
+    def receive(self, tag: Tag | None) -> ExpertBatch:
+        """The batch of `tag`, or whatever is next."""
+        ...
+
+    def reply(self, batch: ExpertBatch, out_JD: Tensor) -> None:
+        """Send results back: unweighted, in the seam dtype, also when J is 0. Frees the batch."""
+        ...
+
+
+class ExpertFfn(Protocol):
+    """Computes every job of a batch."""
+
+    def __call__(self, batch: ExpertBatch) -> Steps[Tensor]:
+        """out_JD [J, D] in the seam dtype, one row per job, unweighted."""
+        ...
+
+
+class RoutedExperts(Protocol):
+    """The outer seam, all that `moe_block` sees: `Staged`, or `Fused` in one native call."""
+
+    def forward(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Steps[Tensor]:
+        """y_TD [T, D] in the seam dtype: the weighted sum over each token's choices."""
+        ...

@@ -1,0 +1,1 @@
+"""One door per op, and the implementations behind it."""

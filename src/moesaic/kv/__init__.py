@@ -1,0 +1,1 @@
+"""KV bytes: pools and tiers. The ledger in sched decides."""

@@ -1,0 +1,1 @@
+"""Linear, norm, rotary embedding and attention, over the kernels."""

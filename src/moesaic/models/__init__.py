@@ -1,0 +1,1 @@
+"""Checkpoints and model families: maths that reads as maths."""

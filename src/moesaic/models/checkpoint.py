@@ -1,0 +1,346 @@
+"""A Hugging Face folder of safetensors files as named tensors, read one at a time.
+
+Knows file formats and nothing of models: which key fills which parameter is a family's business. Files are read with
+plain reads into the tensor that is returned, so a load needs the memory of the weights and of one tensor more, and a
+file cut short under our feet is an error instead of a dead process. Pickle files are never opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import CheckpointError, nearest
+from moesaic.hashing import digest
+from moesaic.units import format_bytes
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+"""Source: the safetensors format's own limit (huggingface.co/docs/safetensors)."""
+
+FLOAT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+)
+_ITEM_BYTES: Mapping[str, int] = MappingProxyType(
+    {
+        **{"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2},
+        **{"U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1},
+        **{"F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1},
+    }
+)
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+_LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies: `num_bytes` bytes from `start` of `file`, row-major, little-endian."""
+
+    name: str
+    dtype: str  # as safetensors spells it: F32, BF16, F16, I8, ...
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    num_bytes: int
+
+
+class Checkpoint:
+    """The tensors of a folder. Every byte handed out is hashed on the way and checked for NaN and infinity."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+        self.path = path
+        self.tensors = tensors
+        self._hashers: dict[str, Any] = {}
+        self._num_hashed: dict[str, int] = {}
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Read the index and every header; no weights yet.
+
+        Raises: CheckpointError for a missing folder, file or shard, a folder without safetensors, an adapter, a
+                damaged header, a file cut short, and a key that is stored twice.
+        """
+        folder = Path(path)
+        files, placed = _find_files(folder)
+        tensors: dict[str, StoredTensor] = {}
+        for file in files:
+            for tensor in read_header(file):
+                if (other := tensors.get(tensor.name)) is not None:
+                    raise CheckpointError(
+                        f"{tensor.name} is stored twice: in {other.file.name} and in {file.name} of {folder}; "
+                        "which one is meant cannot be known, so remove one"
+                    )
+                tensors[tensor.name] = tensor
+        if placed is not None:
+            _check_index(folder, placed, tensors)
+        return cls(folder, MappingProxyType(tensors))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All keys."""
+        return frozenset(self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def stored(self, name: str, *, shape: tuple[int, ...] | None = None) -> StoredTensor:
+        """Where `name` lies, checked to be a float tensor of `shape`.
+
+        Raises: CheckpointError for an unknown key, another dtype or another shape.
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{self.path} has no tensor {name}; {nearest(name, self.tensors)}")
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{name} in {tensor.file} has dtype {tensor.dtype} where a float weight is due; this build reads "
+                f"{', '.join(FLOAT_DTYPES)} (float16 is converted), so use an unquantised checkpoint"
+            )
+        if shape is not None and tensor.shape != shape:
+            raise CheckpointError(
+                f"{name} in {tensor.file} has shape {list(tensor.shape)}, but config.json implies {list(shape)}; "
+                "the config and the weights are of different models"
+            )
+        return tensor
+
+    def read(self, name: str, *, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The tensor, in its stored dtype and in memory of its own.
+
+        Raises: CheckpointError as `stored` does; for a file that ends early; for NaN or infinity.
+        """
+        tensor = self.stored(name, shape=shape)
+        return self._read_bytes(tensor, tensor.shape, offset=0, num_bytes=tensor.num_bytes)
+
+    def read_item(self, name: str, idx: int, *, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Item `idx` along the first dim; items of one tensor are read in ascending order, so that it can be hashed.
+
+        Raises: CheckpointError as `read` does.
+        """
+        tensor = self.stored(name, shape=shape)
+        num_bytes = tensor.num_bytes // tensor.shape[0]
+        return self._read_bytes(tensor, tensor.shape[1:], offset=idx * num_bytes, num_bytes=num_bytes)
+
+    def digest(self) -> str:
+        """Identity of the tensors that were read: names, dtypes, shapes and bytes (SHA-256)."""
+        return digest(
+            [
+                [name, self.tensors[name].dtype, list(self.tensors[name].shape), hasher.hexdigest()]
+                for name, hasher in sorted(self._hashers.items())
+            ]
+        )
+
+    def _read_bytes(self, tensor: StoredTensor, shape: tuple[int, ...], *, offset: int, num_bytes: int) -> Tensor:
+        out = torch.empty(shape, dtype=FLOAT_DTYPES[tensor.dtype])
+        view = memoryview(out.view(-1).view(torch.uint8).numpy()) if num_bytes else memoryview(b"")
+        try:
+            with open(tensor.file, "rb", buffering=0) as file:
+                file.seek(tensor.start + offset)
+                num_read = 0
+                while num_read < num_bytes and (count := file.readinto(view[num_read:])):
+                    num_read += count
+        except OSError as error:
+            raise CheckpointError(f"{tensor.file} cannot be read at {tensor.name}: {error.strerror}") from error
+        if num_read < num_bytes:
+            raise CheckpointError(
+                f"{tensor.file} ends inside {tensor.name}: {num_read} of {num_bytes} bytes read; the file was cut "
+                "short, so copy or download it again"
+            )
+        self._hash(tensor.name, view, offset)
+        _check_finite(tensor, out, first=offset * len(shape) and offset // out.element_size())
+        return out
+
+    def _hash(self, name: str, data: memoryview, offset: int) -> None:
+        if self._num_hashed.get(name, 0) != offset:
+            return  # read before: a second look does not change the identity
+        hasher = self._hashers.setdefault(name, hashlib.sha256())
+        hasher.update(data)
+        self._num_hashed[name] = offset + len(data)
+
+
+def _check_finite(tensor: StoredTensor, values: Tensor, *, first: int) -> None:
+    """One pass without temporaries: the extremes of a tensor are finite exactly when all of it is."""
+    if values.numel() == 0:
+        return
+    low, high = torch.aminmax(values)
+    if torch.isfinite(low) and torch.isfinite(high):
+        return
+    bad = (~torch.isfinite(values)).view(-1)
+    position = first + int(bad.to(torch.uint8).argmax())
+    raise CheckpointError(
+        f"{tensor.name} in {tensor.file} holds {int(bad.sum())} values that are NaN or infinite, the first at "
+        f"element {position}; the file is damaged or was saved from a diverged run"
+    )
+
+
+def read_header(file: Path) -> tuple[StoredTensor, ...]:
+    """The tensors that a safetensors file declares, checked to cover its bytes exactly.
+
+    Raises: CheckpointError for anything that the format forbids, and for a file shorter or longer than declared.
+    """
+    try:
+        file_bytes = file.stat().st_size
+        with open(file, "rb") as stream:
+            start = stream.read(max(8, len(_LFS_POINTER)))
+            if start.startswith(_LFS_POINTER):
+                raise CheckpointError(f"{file} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+            header_bytes = int.from_bytes(start[:8], "little")
+            if file_bytes < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise CheckpointError(
+                    f"{file} is not a whole safetensors file: {file_bytes} bytes, its first 8 announce a header of "
+                    f"{header_bytes} (at most {MAX_HEADER_BYTES}); copy or download it again"
+                )
+            stream.seek(8)
+            text = stream.read(header_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    try:
+        header = json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"the header of {file} is not the JSON of a safetensors file: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"the header of {file} is not a JSON object")
+    header.pop("__metadata__", None)
+    tensors = tuple(_stored(file, name, entry, 8 + header_bytes) for name, entry in header.items())
+    end = 8 + header_bytes
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
+        if tensor.start != end:
+            raise CheckpointError(
+                f"{tensor.name} in {file} starts at byte {tensor.start} where {end} is due: tensors must neither "
+                "overlap nor leave holes"
+            )
+        end += tensor.num_bytes
+    if end != file_bytes:
+        kind = "cut short" if end > file_bytes else "longer than its header says"
+        raise CheckpointError(
+            f"{file} is {kind}: {file_bytes} bytes, its header describes {end}; copy or download it again"
+        )
+    return tensors
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} appears twice")
+    return found
+
+
+def _stored(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
+    try:
+        dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{name} in {file} lacks a sound dtype, shape or data_offsets") from error
+    if dtype not in _ITEM_BYTES:
+        raise CheckpointError(f"{name} in {file} has the unknown dtype {dtype!r}; {nearest(str(dtype), _ITEM_BYTES)}")
+    numbers = (*shape, first, last)
+    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
+        raise CheckpointError(f"{name} in {file} has shape {list(shape)} and data_offsets {[first, last]}: not sizes")
+    size = _ITEM_BYTES[dtype]
+    for count in shape:
+        size *= count
+    if last - first != size:
+        raise CheckpointError(
+            f"{name} in {file} is {dtype} {list(shape)}, which takes {size} bytes, but has {last - first}"
+        )
+    return StoredTensor(name=name, dtype=dtype, shape=shape, file=file, start=data_start + first, num_bytes=size)
+
+
+def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The safetensors files of a folder in order, and the index's map of key to file name where there is one."""
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"there is no folder {folder}; weights are read from a local folder, so download the model first "
+            "(`hf download NAME --local-dir FOLDER`)"
+        )
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{folder} holds an adapter (adapter_config.json), not a whole model; merge it into its base model first "
+            "(peft: merge_and_unload) or, if the weights are merged already, remove the adapter's files"
+        )
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if index.exists():
+        placed = _read_index(index)
+        names = sorted(set(placed.values()))
+        if single.exists() and SINGLE_FILE not in names:
+            raise CheckpointError(
+                f"{folder} holds both {SINGLE_FILE} and {INDEX_FILE}, which lists other files; remove the stale one"
+            )
+        for name in names:
+            if not (folder / name).is_file():
+                keys = sorted(key for key, file in placed.items() if file == name)
+                raise CheckpointError(
+                    f"{index} lists {name}, which is not in the folder; it holds {len(keys)} tensors "
+                    f"({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}): copy or download it"
+                )
+        return [folder / name for name in names], placed
+    if single.exists():
+        return [single], None
+    raise CheckpointError(_no_safetensors(folder))
+
+
+def _no_safetensors(folder: Path) -> str:
+    found = sorted(file.name for file in folder.glob("*.safetensors"))
+    if found:
+        return f"{folder} holds {', '.join(found[:3])} but neither {SINGLE_FILE} nor {INDEX_FILE}; add the index"
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        return (
+            f"{folder} holds its weights as pickle ({', '.join(pickles[:3])}), which can run code when opened and is "
+            "never read; convert it with transformers: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
+        )
+    names = sorted(file.name for file in folder.iterdir())
+    return (
+        f"{folder} holds no safetensors files (it has: {', '.join(names[:6]) or 'nothing'}); "
+        f"{SINGLE_FILE} or {INDEX_FILE} is needed"
+    )
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        content = json.loads(index.read_bytes())
+        placed = content["weight_map"]
+        is_sound = isinstance(placed, dict) and placed and all(isinstance(file, str) for file in placed.values())
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not the JSON of an index: {error!r}") from error
+    except OSError as error:
+        raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error
+    if not is_sound:
+        raise CheckpointError(f"{index} needs a weight_map from tensor names to file names")
+    for file in set(placed.values()):
+        if not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
+            raise CheckpointError(f"{index} lists {file!r}: only safetensors files of the same folder are read")
+    return placed
+
+
+def _check_index(folder: Path, placed: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> None:
+    for name, file in placed.items():
+        tensor = tensors.get(name)
+        if tensor is None or tensor.file.name != file:
+            where = "no shard has it" if tensor is None else f"it is in {tensor.file.name}"
+            raise CheckpointError(f"{folder / INDEX_FILE} places {name} in {file}, but {where}")
+    extra = sorted(set(tensors) - set(placed))
+    if extra:
+        raise CheckpointError(
+            f"{folder / INDEX_FILE} does not list {len(extra)} tensors that its shards hold, such as {extra[0]} in "
+            f"{tensors[extra[0]].file.name}; the index and the shards are of different exports"
+        )
+
+
+def describe_bytes(tensors: Mapping[str, StoredTensor]) -> str:
+    """`12 tensors, 3.4 MB`, for log lines."""
+    return f"{len(tensors)} tensors, {format_bytes(sum(tensor.num_bytes for tensor in tensors.values()))}"

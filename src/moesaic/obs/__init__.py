@@ -1,0 +1,1 @@
+"""Metrics, traces, expert load and alerts. No torch."""

@@ -1,0 +1,1 @@
+"""Meshes, reduction trees and dispatchers."""

@@ -1,0 +1,1 @@
+"""Every value that crosses a file or a process. No torch."""

@@ -1,0 +1,132 @@
+"""WHAT is computed: everything that decides the bits of a logit, and nothing that does not.
+
+`Numerics` says what, `Layout` where, `StepPlan` when; changing where or when never changes a bit. The digest of this
+value is part of every KV key, of `/v1/internal/active` and of every benchmark result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Literal
+
+from moesaic.errors import ConfigError, nearest
+from moesaic.hashing import digest
+
+DType = Literal["float32", "bfloat16"]
+Format = Literal["float32", "bfloat16"]
+Preset = Literal["portable", "fast"]
+
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
+FORMAT_BITS: Mapping[str, float] = MappingProxyType({"float32": 32.0, "bfloat16": 16.0})
+PRESETS: tuple[Preset, ...] = ("portable", "fast")
+
+
+class Effect(StrEnum):
+    """What a choice does to the answer. All but `EXACT` are named wherever the choice is shown."""
+
+    EXACT = "exact"
+    """The same bits."""
+    REASSOCIATED = "reassociated"
+    """The same terms summed in another order; a tolerance is stated."""
+    LOSSY = "lossy"
+    """Another function, the same in every layout."""
+    BATCH_DEPENDENT = "batch_dependent"
+    """A token may depend on its neighbours or on history."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormMap:
+    """Which of two algebraically equal forms a layer uses; one for every position, never one per phase."""
+
+    mla: Literal["absorbed", "plain"] = "absorbed"
+    state: Literal["recurrent", "chunked"] = "recurrent"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatPair:
+    """How a weight is stored and how the activation that meets it is rounded."""
+
+    weight: Format
+    activation: Format
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatMap:
+    """Formats by role, and by (layer, logical expert) where one differs; never by slot, tier or heat."""
+
+    default: FormatPair
+    by_expert: Mapping[tuple[int, int], FormatPair] = field(default_factory=dict)
+
+    def of_expert(self, layer_idx: int, logical_id: int) -> FormatPair:
+        """The pair of one logical expert."""
+        return self.by_expert.get((layer_idx, logical_id), self.default)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numerics:
+    """What is computed. Two runs with equal numerics, checkpoint, request and seed give equal bits."""
+
+    backend: str  # "reference": torch ops on the CPU; one level pinned over all ranks
+    seam_dtype: DType  # a value that crosses a layer seam is rounded to it, wire or no wire
+    partial_dtype: DType  # inner nodes of every reduction tree
+    matmul_shards: int  # leaves of a row-parallel matmul; a power of two
+    kv_lanes: int  # leaves of attention: lane of a KV block = block_idx % kv_lanes; a power of two
+    kv_block: int  # tokens per KV block: the leaf that a lane folds
+    forms: FormMap
+    combine: Literal["tree", "per_rank"]  # "per_rank": one partial sum per rank, declared reassociated
+    formats: FormatMap
+    wire_format: Format  # dispatch payload; Local rounds through it too
+    kv_format: Format
+
+    def __post_init__(self) -> None:
+        for name in ("matmul_shards", "kv_lanes", "kv_block"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ConfigError(f"numerics.{name} must be a power of two, got {value}")
+
+    def digest(self) -> str:
+        """Identity of this value."""
+        return digest(self)
+
+    def effects(self) -> tuple[tuple[str, Effect], ...]:
+        """What of this value is not exact, as (name, effect)."""
+        found: list[tuple[str, Effect]] = []
+        if self.combine == "per_rank":
+            found.append(("combine=per_rank", Effect.REASSOCIATED))
+        return tuple(found)
+
+    def with_leaves(self, *, matmul_shards: int | None = None, kv_lanes: int | None = None) -> Numerics:
+        """The same numerics with more leaves, as a layout that splits a sum further needs."""
+        return replace(
+            self, matmul_shards=matmul_shards or self.matmul_shards, kv_lanes=kv_lanes or self.kv_lanes
+        )
+
+
+def preset(name: str, *, dtype: DType, backend: str = "reference") -> Numerics:
+    """The numerics of a preset for a model whose own dtype is `dtype`.
+
+    `portable` keeps prefix reuse and preemption by recompute exact. `fast` gives a layout no leaves to split. On the
+    reference backend every leaf of a matmul is one more op call, so its `portable` has one shard; a layout with
+    tensor parallelism asks for more with `with_leaves`.
+
+    Raises: ConfigError for an unknown name.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"unknown numerics preset {name!r}; {nearest(name, PRESETS)}")
+    pair = FormatPair(weight=dtype, activation=dtype)
+    return Numerics(
+        backend=backend,
+        seam_dtype=dtype,
+        partial_dtype="float32",
+        matmul_shards=1,
+        kv_lanes=4 if name == "portable" else 1,
+        kv_block=16,
+        forms=FormMap(),
+        combine="tree",
+        formats=FormatMap(default=pair),
+        wire_format=dtype,
+        kv_format=dtype,
+    )

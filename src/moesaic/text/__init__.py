@@ -1,0 +1,1 @@
+"""Tokenizer, chat templates, stop strings, grammars. No torch."""
