@@ -11,7 +11,7 @@ from typing import Any
 DIGEST_BYTES = 16
 
 
-def digest_bytes(*parts: bytes) -> bytes:
+def digest_bytes(*parts: bytes | memoryview) -> bytes:
     """16-byte BLAKE2b over length-prefixed parts, so that ("ab", "c") and ("a", "bc") differ."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:

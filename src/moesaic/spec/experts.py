@@ -1,4 +1,4 @@
-"""Facts about experts: which copy lives where, and how often each was chosen. Algorithms on them live in `placement`."""
+"""Facts about experts: which copy lives where, how often each was chosen. Algorithms live in `placement`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class ExpertPlan:
     slot_rank: tuple[IntArray, ...]
     slot_expert: tuple[IntArray, ...]
     slot_slice: tuple[IntArray, ...]
-    slot_share: tuple[FloatArray, ...]  # part of the expert's tokens that this copy takes; sums to 1 per expert
+    slot_share: tuple[
+        FloatArray, ...
+    ]  # part of the expert's tokens that this copy takes; sums to 1 an expert
 
     @property
     def num_ranks(self) -> int:
@@ -52,7 +54,9 @@ def contiguous_plan(num_experts: tuple[int, ...], num_ranks: int) -> ExpertPlan:
     slot_expert = tuple(np.arange(count, dtype=np.int64) for count in num_experts)
     return ExpertPlan(
         version=0,
-        slot_rank=tuple(np.arange(count, dtype=np.int64) * num_ranks // max(count, 1) for count in num_experts),
+        slot_rank=tuple(
+            np.arange(count, dtype=np.int64) * num_ranks // max(count, 1) for count in num_experts
+        ),
         slot_expert=slot_expert,
         slot_slice=tuple(np.zeros_like(ids) for ids in slot_expert),
         slot_share=tuple(np.ones(len(ids), dtype=np.float64) for ids in slot_expert),
@@ -63,7 +67,8 @@ def contiguous_plan(num_experts: tuple[int, ...], num_ranks: int) -> ExpertPlan:
 class ExpertLoad:
     """How often each expert was chosen: the only load record of engine, importers, simulator and balancer.
 
-    Shapes:  counts, per MoE layer in ascending order: [E] int64, logical ids, real tokens, once, committed steps only.
+    Shapes:  counts, per MoE layer in ascending order: [E] int64, logical ids; real tokens, each once, of
+             committed steps only.
     """
 
     counts: tuple[IntArray, ...]

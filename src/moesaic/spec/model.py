@@ -1,24 +1,31 @@
 """A model as facts: what each layer computes and what it keeps. No tensors, no key names, no file formats.
 
-`families` turns a config.json into a `ModelSpec`; `account` counts it, `models` builds it, `planner` prices it.
+`families` turns a config.json into a `ModelSpec`; `account` counts it, `models` builds it, `planner` prices
+it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from moesaic.spec.numerics import DTYPE_BYTES, DType, Format
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"]
 """`swiglu_clamped` is gpt-oss': clamp, gate * sigmoid(alpha * gate), times (up + 1)."""
 
+Component = Literal[
+    "embedding", "head", "attention", "router", "routed_experts", "shared_experts", "dense_ffn",
+    "norms", "other",
+]  # fmt: skip
+COMPONENTS: tuple[Component, ...] = get_args(Component)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
     """Frequency scaling of rotary embeddings; unused fields keep their neutral values."""
 
-    kind: Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
+    kind: Literal["linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
     factor: float = 1.0
     original_max_position: int | None = None
     beta_fast: float = 32.0  # yarn
@@ -31,6 +38,7 @@ class RopeScaling:
     high_freq_factor: float = 4.0  # llama3
     short_factor: tuple[float, ...] = ()  # longrope
     long_factor: tuple[float, ...] = ()  # longrope
+    proportion: float = 1.0  # proportional (Gemma 4): part of the frequencies that turn at all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,14 +81,19 @@ class GqaSpec:
     softmax_scale: float
     has_qkv_bias: bool = False
     has_out_bias: bool = False
-    qk_norm: Literal["none", "head", "full"] = "none"  # per head, or over all heads at once (OLMoE)
+    qk_norm: Literal["none", "head", "full", "l2"] = "none"  # full: over all heads; l2: no weight
     qkv_clip: float | None = None
     window: int | None = None  # positions visible, the query's own included
+    is_chunked: bool = False  # the window starts at a multiple of itself (Llama 4), it does not trail
     has_sinks: bool = False  # one learned logit per head joins the softmax
     has_output_gate: bool = False  # Qwen3-Next: sigmoid gate from q_proj's second half
+    value_is_key: bool = False  # no value projection: the values are the keys before norm and rope (Gemma 4)
+    kv_from: int | None = None  # layer whose keys and values are read instead of own ones (Gemma 4)
 
     def caches(self, kv_format: Format) -> tuple[CacheSpec, ...]:
-        """K and V of every token, or of the window."""
+        """K and V of every token, or of the window; nothing where another layer's are read."""
+        if self.kv_from is not None:
+            return ()
         size = 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[kv_format]
         if self.window is None:
             return (CacheSpec(kind="tokens", bytes_per_token=size),)
@@ -124,11 +137,8 @@ class LinearSpec:
         """A float32 state matrix per value head and the tail of the convolution; constant in the context."""
         channels = 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
         state = self.num_value_heads * self.key_dim * self.value_dim * 4
-        return (
-            CacheSpec(
-                kind="state", bytes_per_sequence=state + channels * (self.conv_width - 1) * DTYPE_BYTES[kv_format]
-            ),
-        )
+        tail = channels * (self.conv_width - 1) * DTYPE_BYTES[kv_format]
+        return (CacheSpec(kind="state", bytes_per_sequence=state + tail),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,11 +157,8 @@ class MambaSpec:
         """A float32 state per head and the tail of the convolution; constant in the context."""
         channels = self.num_heads * self.head_dim + 2 * self.num_groups * self.state_dim
         state = self.num_heads * self.head_dim * self.state_dim * 4
-        return (
-            CacheSpec(
-                kind="state", bytes_per_sequence=state + channels * (self.conv_width - 1) * DTYPE_BYTES[kv_format]
-            ),
-        )
+        tail = channels * (self.conv_width - 1) * DTYPE_BYTES[kv_format]
+        return (CacheSpec(kind="state", bytes_per_sequence=state + tail),)
 
 
 Mixer = GqaSpec | MlaSpec | LinearSpec | MambaSpec
@@ -161,7 +168,7 @@ Mixer = GqaSpec | MlaSpec | LinearSpec | MambaSpec
 class GateSpec:
     """How a router turns logits into choices and weights. Always float32, whatever the experts use."""
 
-    score: Literal["softmax", "sigmoid"]
+    score: Literal["softmax", "sigmoid", "sparsemixer"]  # sparsemixer: Phi-3.5-MoE
     order: Literal["score_then_topk", "topk_then_score"] = "score_then_topk"
     is_renormalised: bool = True  # weights of the chosen divided by their sum
     scale: float = 1.0  # routed_scaling_factor: applied whether or not renormalised
@@ -197,6 +204,8 @@ class MoeSpec:
     activation: Activation = "silu"
     is_gated: bool = True
     has_bias: bool = False
+    activation_limit: float | None = None  # swiglu_clamped: bound of gate and up
+    activation_alpha: float = 1.702  # swiglu_clamped: slope inside the sigmoid
     weight_on: Literal["output", "input"] = "output"  # "input": Llama 4 scales the row, not the result
 
 
@@ -214,6 +223,15 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFormat:
+    """How a checkpoint stores the matrices of one component."""
+
+    component: Component
+    format: str  # as `ModelSpec.weight_format`
+    bits: float  # per weight, with its share of scales and zero points
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """A whole model. `family` names the reader; `runnable_reasons` is empty when the engine runs it."""
 
@@ -225,20 +243,35 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     norm_eps: float
     max_position: int
-    dtype: DType  # of the checkpoint's unquantised tensors
+    dtype: DType  # of the checkpoint's unquantised tensors; float32 for a float16 one, which it holds exactly
     has_tied_head: bool
-    weight_format: str  # "bfloat16", "fp8", "nvfp4", "mxfp4", ...: how routed experts are stored in the checkpoint
+    weight_format: str  # of the routed experts in the checkpoint: "bfloat16", "fp8", "nvfp4", "mxfp4", ...
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    other_params: tuple[tuple[str, int], ...] = ()  # counted, not run by us: MTP heads, vision towers (name, params)
+    stored: tuple[StoredFormat, ...] = ()  # components that are not stored in `dtype`
+    norm: Literal["rms", "layer"] = "rms"
+    has_norm_bias: bool = False
+    has_head_bias: bool = False
+    residual_scale: float = 1.0  # what a layer adds to the residual is multiplied by it (Granite)
+    logit_softcap: float | None = None  # cap * tanh(logit / cap) (Gemma)
+    mtp_layers: tuple[LayerSpec, ...] = ()  # predict further tokens; beside the model, in no total
+    undescribed_params: tuple[tuple[str, int], ...] = ()  # part of the text model that no field describes
+    other_params: tuple[tuple[str, int | None], ...] = ()  # beside the text model; None: uncounted
     runnable_reasons: tuple[str, ...] = ()  # each names one feature that the engine lacks
 
     @property
     def moe_layers(self) -> tuple[tuple[int, MoeSpec], ...]:
         """(layer_idx, spec) of the sparse layers, ascending."""
         return tuple((i, layer.ffn) for i, layer in enumerate(self.layers) if isinstance(layer.ffn, MoeSpec))
+
+    def stored_format(self, component: Component) -> StoredFormat:
+        """How the matrices of a component are stored in the checkpoint."""
+        for stored in self.stored:
+            if stored.component == component:
+                return stored
+        return StoredFormat(component=component, format=self.dtype, bits=8.0 * DTYPE_BYTES[self.dtype])
 
     @property
     def is_runnable(self) -> bool:

@@ -1,7 +1,7 @@
 """WHAT is computed: everything that decides the bits of a logit, and nothing that does not.
 
-`Numerics` says what, `Layout` where, `StepPlan` when; changing where or when never changes a bit. The digest of this
-value is part of every KV key, of `/v1/internal/active` and of every benchmark result.
+`Numerics` says what, `Layout` where, `StepPlan` when; changing where or when never changes a bit. The digest
+of this value is part of every KV key, of `/v1/internal/active` and of every benchmark result.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ class Numerics:
 def preset(name: str, *, dtype: DType, backend: str = "reference") -> Numerics:
     """The numerics of a preset for a model whose own dtype is `dtype`.
 
-    `portable` keeps prefix reuse and preemption by recompute exact. `fast` gives a layout no leaves to split. On the
-    reference backend every leaf of a matmul is one more op call, so its `portable` has one shard; a layout with
-    tensor parallelism asks for more with `with_leaves`.
+    `portable` keeps prefix reuse and preemption by recompute exact. `fast` gives a layout no leaves to split.
+    On the reference backend every leaf of a matmul is one more op call, so its `portable` has one shard; a
+    layout with tensor parallelism asks for more with `with_leaves`.
 
     Raises: ConfigError for an unknown name.
     """
