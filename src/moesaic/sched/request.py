@@ -54,7 +54,8 @@ class SamplingParams:
         _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", param="min_tokens"
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                param="min_tokens",
             )
         if len(self.stop) > MAX_STOPS or any(not text for text in self.stop):
             raise RequestError(f"stop takes up to {MAX_STOPS} strings, none of them empty", param="stop")

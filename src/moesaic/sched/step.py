@@ -67,10 +67,14 @@ class StepResult:
     step_id: int
     tokens: Mapping[str, tuple[int, ...]]  # request id -> tokens sampled (none for an unfinished prefill)
     logprobs: Mapping[str, tuple[Logprobs, ...]]  # request id -> one entry per sampled token, where asked for
-    prompt_logprobs: Mapping[str, tuple[Logprobs | None, ...]]  # for the prompt positions computed in this step
+    prompt_logprobs: Mapping[
+        str, tuple[Logprobs | None, ...]
+    ]  # for the prompt positions computed in this step
     loads: tuple[ExpertLoad, ...]  # one per phase present
     spread: Mapping[str, float]  # seconds by span name, for predicted beside measured
     routes: Mapping[str, IntArray] = field(default_factory=dict)  # [T, num_moe_layers, K], only when traced
     has_overflowed: bool = False
     lost: PeerLost | None = None
-    failed: Mapping[str, str] = field(default_factory=dict)  # request id -> why this request alone failed (non-finite logits)
+    failed: Mapping[str, str] = field(
+        default_factory=dict
+    )  # request id -> why this request alone failed (non-finite logits)
