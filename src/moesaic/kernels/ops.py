@@ -1,0 +1,117 @@
+"""One door per op. An `Ops` is chosen once at start and handed to every layer; nobody else picks a kernel.
+
+The promise every op keeps: the bits of a result row depend on that row's own inputs, never on the number of
+rows, their order, padding, or neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from moesaic.errors import KernelUnavailable
+from moesaic.kernels.invariance import InvarianceProof
+from moesaic.kernels.kv_view import KvView
+from moesaic.spec.model import Activation
+from moesaic.spec.numerics import Numerics
+
+
+class Ops(Protocol):
+    """The ops of one backend under one `Numerics`. "Seam" is numerics.seam_dtype.
+
+    Shapes:  rows are [T, ...]; T may be 0 everywhere.
+    """
+
+    name: str
+    numerics: Numerics
+
+    def linear(self, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        """x @ weight.T (+ bias) as [T, F] in the seam dtype."""
+        ...
+
+    def linear_inner(self, x_TF: Tensor, weight_DF: Tensor, bias_D: Tensor | None = None) -> Tensor:
+        """Row-parallel matmul: matmul_shards leaves over F, neighbour tree in partial_dtype, rounded once."""
+        ...
+
+    def linear_float32(self, x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+        """x @ weight.T in float32 from operands widened to float32 (routers)."""
+        ...
+
+    def logits(self, x_BD: Tensor, weight_VD: Tensor) -> Tensor:
+        """x @ weight.T as [B, V] float32."""
+        ...
+
+    def bmm(self, a_NTC: Tensor, b_NCM: Tensor) -> Tensor:
+        """[N, T, M] in the seam dtype, multiplied in float32; the promise holds along T."""
+        ...
+
+    def activation(self, gate_TF: Tensor, up_TF: Tensor | None, kind: Activation) -> Tensor:
+        """act(gate) * up, or act(gate) where up is None, in the seam dtype."""
+        ...
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Logistic function in float32."""
+        ...
+
+    def softmax_float32(self, logits_TE: Tensor) -> Tensor:
+        """Softmax over the last dim in float32."""
+        ...
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) over the last dim in float32, rounded to x's dtype, times weight."""
+        ...
+
+    def rope(self, x_THC: Tensor, cos_TC: Tensor, sin_TC: Tensor, is_interleaved: bool) -> Tensor:
+        """`x_THC` with its first 2 * C' columns rotated, for tables [T, C'] float32; x's dtype."""
+        ...
+
+    def write_kv(self, view: KvView, key_TGC: Tensor, value_TGC: Tensor | None) -> None:
+        """Store this step's keys and values in the pool's format; clears the blocks that it begins."""
+        ...
+
+    def attention(
+        self,
+        q_THC: Tensor,
+        view: KvView,
+        *,
+        softmax_scale: float,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
+        value_width: int | None = None,
+    ) -> Tensor:
+        """Causal attention of the batch over the pool: [T, H, value width] in the seam dtype.
+
+        `window` counts visible positions, the query's own included. `value_width` is the number of leading
+        key columns that are the value, where the view has no value pool.
+        """
+        ...
+
+    def prove(
+        self,
+        weights: Iterable[tuple[int, int]] = (),
+        *,
+        float32_weights: Iterable[tuple[int, int]] = (),
+        heads: Iterable[tuple[int, int]] = (),
+    ) -> InvarianceProof:
+        """Prove the promise for what a model has, ahead of use; other shapes are proved when first met.
+
+        Shapes:  weights and float32_weights (routers) as [out, in]; heads as (key width, value width).
+        Raises:  KernelUnavailable when no way of calling the backend gives equal bits.
+        """
+        ...
+
+
+def choose(numerics: Numerics, *, num_threads: int) -> Ops:
+    """The ops of `numerics.backend`.
+
+    Raises: KernelUnavailable naming the backend, or what it cannot do.
+    """
+    from moesaic.kernels.reference import ReferenceOps
+
+    if numerics.backend != "reference":
+        raise KernelUnavailable(
+            f"backend {numerics.backend!r} is not built; known: reference. Set numerics.backend to reference"
+        )
+    return ReferenceOps(numerics, num_threads=num_threads)

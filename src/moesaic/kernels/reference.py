@@ -1,0 +1,179 @@
+"""The reference backend: torch ops on the CPU, float32 inside, a row's bits independent of its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import ConfigError, KernelUnavailable
+from moesaic.kernels import elementwise, paged
+from moesaic.kernels.formats import torch_dtype
+from moesaic.kernels.invariance import InvarianceProof, ProofTable
+from moesaic.kernels.kv_view import KvView
+from moesaic.kernels.matmul import TiledMatmul
+from moesaic.spec.model import Activation
+from moesaic.spec.numerics import Numerics
+
+
+class ReferenceOps:
+    """`Ops` over torch. See `kernels.ops.Ops` for what each op promises.
+
+    In bfloat16 a matmul is one call in bfloat16, rounded once by the kernel; a bias is added after that.
+    Where matmul_shards splits a row-parallel matmul, its leaves are float32 from widened operands (a copy of
+    the weight per call), so that only the root is rounded.
+    """
+
+    name = "reference"
+
+    def __init__(self, numerics: Numerics, *, num_threads: int) -> None:
+        """Sets torch's thread count to `num_threads`: proofs hold for one count.
+
+        Raises: KernelUnavailable for numerics that this backend does not compute.
+        """
+        if numerics.backend != self.name:
+            raise KernelUnavailable(
+                f"numerics ask for backend {numerics.backend!r}, these are the reference ops"
+            )
+        if numerics.partial_dtype != "float32":
+            raise KernelUnavailable(
+                f"linear_inner on the reference backend adds in float32; numerics.partial_dtype is "
+                f"{numerics.partial_dtype!r}"
+            )
+        if num_threads < 1:
+            raise ConfigError(f"num_threads must be at least 1, got {num_threads}")
+        torch.set_num_threads(num_threads)
+        self.numerics = numerics
+        self._seam = torch_dtype(numerics.seam_dtype)
+        self._table = ProofTable()
+        self._matmul = TiledMatmul(self._table)
+        self._attention = paged.PagedAttention(
+            self._table, kv_block=numerics.kv_block, num_lanes=numerics.kv_lanes
+        )
+
+    def linear(self, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        """x @ weight.T (+ bias) as [T, F] in the seam dtype."""
+        y_TF = self._matmul.linear(x_TD.to(weight_FD.dtype), weight_FD)
+        return self._biased(y_TF, bias_F)
+
+    def linear_inner(self, x_TF: Tensor, weight_DF: Tensor, bias_D: Tensor | None = None) -> Tensor:
+        """The row-parallel matmul: matmul_shards leaves over F, neighbour tree in float32, rounded once.
+
+        Raises: ConfigError when matmul_shards does not divide F.
+        """
+        num_shards, width = self.numerics.matmul_shards, weight_DF.shape[1]
+        if num_shards == 1:
+            return self.linear(x_TF, weight_DF, bias_D)
+        if width % num_shards:
+            raise ConfigError(
+                f"numerics.matmul_shards = {num_shards} does not divide an inner width of {width}; "
+                "ask for fewer shards"
+            )
+        x_TF, weight_DF = x_TF.float(), weight_DF.float()
+        size = width // num_shards
+        leaves = [
+            self._matmul.linear(x_TF[:, low : low + size], weight_DF[:, low : low + size])
+            for low in range(0, width, size)
+        ]
+        while len(leaves) > 1:
+            leaves = [leaves[i] + leaves[i + 1] for i in range(0, len(leaves), 2)]
+        return self._biased(leaves[0], bias_D)
+
+    def linear_float32(self, x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+        """x @ weight.T in float32 from widened operands."""
+        return self._matmul.linear(x_TD.float(), weight_FD.float())
+
+    def logits(self, x_BD: Tensor, weight_VD: Tensor) -> Tensor:
+        """x @ weight.T as [B, V] float32."""
+        return self._matmul.linear(x_BD.to(weight_VD.dtype), weight_VD).float()
+
+    def bmm(self, a_NTC: Tensor, b_NCM: Tensor) -> Tensor:
+        """[N, T, M] in the seam dtype, multiplied in float32."""
+        return self._matmul.bmm(a_NTC.float(), b_NCM.float().contiguous()).to(self._seam)
+
+    def activation(self, gate_TF: Tensor, up_TF: Tensor | None, kind: Activation) -> Tensor:
+        """act(gate) * up, or act(gate) where up is None, in the seam dtype."""
+        return elementwise.activate(gate_TF, up_TF, kind).to(self._seam)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Logistic function in float32."""
+        return elementwise.sigmoid(x)
+
+    def softmax_float32(self, logits_TE: Tensor) -> Tensor:
+        """Softmax over the last dim in float32."""
+        return elementwise.softmax_last(logits_TE)
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) over the last dim in float32, rounded to x's dtype, times weight."""
+        wide = x_TD.float()
+        mean = elementwise.sum_last(wide * wide) / wide.shape[-1]
+        return (wide * (mean + eps).sqrt().reciprocal()).to(x_TD.dtype) * weight_D
+
+    def rope(self, x_THC: Tensor, cos_TC: Tensor, sin_TC: Tensor, is_interleaved: bool) -> Tensor:
+        """`x_THC` with its first 2 * C' columns rotated, for tables [T, C'] float32; x's dtype."""
+        half = cos_TC.shape[-1]
+        cos, sin = cos_TC.unsqueeze(1), sin_TC.unsqueeze(1)
+        turned = x_THC[..., : 2 * half].float()
+        if is_interleaved:
+            first, second = turned[..., 0::2], turned[..., 1::2]
+        else:
+            first, second = turned[..., :half], turned[..., half:]
+        out_THC = torch.empty_like(x_THC)
+        low, high = first * cos - second * sin, second * cos + first * sin
+        if is_interleaved:
+            out_THC[..., 0 : 2 * half : 2], out_THC[..., 1 : 2 * half : 2] = low, high
+        else:
+            out_THC[..., :half], out_THC[..., half : 2 * half] = low, high
+        out_THC[..., 2 * half :] = x_THC[..., 2 * half :]
+        return out_THC
+
+    def write_kv(self, view: KvView, key_TGC: Tensor, value_TGC: Tensor | None) -> None:
+        """Store this step's keys and values in the pool's format; clears the blocks that it begins."""
+        paged.write(view, key_TGC, value_TGC)
+
+    def attention(
+        self,
+        q_THC: Tensor,
+        view: KvView,
+        *,
+        softmax_scale: float,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
+        value_width: int | None = None,
+    ) -> Tensor:
+        """Causal attention of the batch over the pool: [T, H, value width] in the seam dtype."""
+        return self._attention(
+            q_THC,
+            view,
+            softmax_scale=softmax_scale,
+            window=window,
+            sinks_H=sinks_H,
+            value_width=value_width,
+        ).to(self._seam)
+
+    def prove(
+        self,
+        weights: Iterable[tuple[int, int]] = (),
+        *,
+        float32_weights: Iterable[tuple[int, int]] = (),
+        heads: Iterable[tuple[int, int]] = (),
+    ) -> InvarianceProof:
+        """Prove the promise for what a model has, ahead of use; other shapes are proved when first met.
+
+        Shapes:  weights and float32_weights (routers) as [out, in]; heads as (key width, value width).
+        Raises:  KernelUnavailable when no way of calling gives equal bits.
+        """
+        num_shards = self.numerics.matmul_shards
+        for num_columns, width in set(weights):
+            self._matmul.prove_linear(num_columns, width, self._seam)
+            if num_shards > 1 and width % num_shards == 0:
+                self._matmul.prove_leaf(num_columns, width, num_shards)
+        for num_columns, width in set(float32_weights):
+            self._matmul.prove_linear(num_columns, width, torch.float32)
+        for key_width, value_width in set(heads):
+            self._attention.prove(key_width, value_width)
+        return self._table.proof()
+
+    def _biased(self, y_TF: Tensor, bias_F: Tensor | None) -> Tensor:
+        return (y_TF if bias_F is None else y_TF + bias_F).to(self._seam)

@@ -1,0 +1,185 @@
+"""Grouped-query attention, and the seam between a mixer and whoever holds the KV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from moesaic.errors import UnsupportedModelError
+from moesaic.kernels.kv_view import KvPlaces, KvRow, KvView
+from moesaic.kernels.ops import Ops
+from moesaic.layers.linear import WeightSet
+from moesaic.layers.norm import RmsNorm
+from moesaic.layers.rope import RopeTable
+from moesaic.spec.model import GqaSpec, MlaSpec
+from moesaic.steps import Steps
+
+__all__ = ["Attend", "GqaAttention", "KvPlaces", "KvRow", "KvView", "NewKv", "PagedAttend"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NewKv:
+    """Keys and values of a step's tokens. MLA: one group, key = latent | rope, and no value.
+
+    Shapes:  key_TGC [T, G, C]; value_TGC [T, G, C'] or None.
+    """
+
+    key_TGC: Tensor
+    value_TGC: Tensor | None
+
+
+class Attend(Protocol):
+    """Writes KV first, then reads only the pool: chunked = whole = prefix hit."""
+
+    num_heads_out: int
+
+    def __call__(self, q_THC: Tensor, new_kv: NewKv, view: KvView) -> Steps[Tensor]:
+        """[T, num_heads_out, value width] in the seam dtype."""
+        ...
+
+
+class PagedAttend(Attend):
+    """Attention on one rank that holds all of the KV.
+
+    `value_width` is the number of leading key columns that are the value, where keys hold both (MLA).
+
+    Shapes:  sinks_H [H], one logit per head.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        *,
+        num_heads: int,
+        softmax_scale: float,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
+        value_width: int | None = None,
+    ) -> None:
+        self.num_heads_out = num_heads
+        self._ops = ops
+        self._softmax_scale = softmax_scale
+        self._window = window
+        self._sinks_H = sinks_H
+        self._value_width = value_width
+
+    @classmethod
+    def of(cls, spec: GqaSpec | MlaSpec, ops: Ops, sinks_H: Tensor | None = None) -> PagedAttend:
+        """The attention that a mixer's spec describes."""
+        if isinstance(spec, MlaSpec):
+            return cls(
+                ops,
+                num_heads=spec.num_heads,
+                softmax_scale=spec.softmax_scale,
+                value_width=spec.kv_lora_rank,
+            )
+        return cls(
+            ops,
+            num_heads=spec.num_heads,
+            softmax_scale=spec.softmax_scale,
+            window=spec.window,
+            sinks_H=sinks_H,
+        )
+
+    def __call__(self, q_THC: Tensor, new_kv: NewKv, view: KvView) -> Steps[Tensor]:
+        """[T, H, value width] in the seam dtype; never waits."""
+        yield from ()
+        self._ops.write_kv(view, new_kv.key_TGC, new_kv.value_TGC)
+        return self._ops.attention(
+            q_THC,
+            view,
+            softmax_scale=self._softmax_scale,
+            window=self._window,
+            sinks_H=self._sinks_H,
+            value_width=self._value_width,
+        )
+
+
+class GqaAttention:
+    """Projections, norms and rotation around an `Attend`.
+
+    Weights: q k v o, and as the spec says q_bias k_bias v_bias o_bias, q_norm k_norm, sinks.
+    Shapes:  q [H * C, D], k and v [G * C, D], o [D, H * C]; norms [C] per head, or [H * C] and [G * C].
+    """
+
+    def __init__(
+        self,
+        spec: GqaSpec,
+        weights: Mapping[str, Tensor],
+        ops: Ops,
+        rope: RopeTable | None,
+        attend: Attend,
+        *,
+        norm_eps: float,
+    ) -> None:
+        """`rope` is None where the spec has none; `norm_eps` is that of the query and key norms.
+
+        Raises: UnsupportedModelError naming what the spec needs and this build lacks; ConfigError for
+                weights.
+        """
+        _check(spec)
+        self._spec = spec
+        self._ops = ops
+        self._rope = rope
+        self._attend = attend
+        owner = WeightSet("grouped-query attention", weights)
+        hidden = weights["o"].shape[0] if "o" in weights else 0
+        query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self._q = owner.linear("q", (query, hidden), ops, has_bias=spec.has_qkv_bias)
+        self._k = owner.linear("k", (key, hidden), ops, has_bias=spec.has_qkv_bias)
+        self._v = owner.linear("v", (key, hidden), ops, has_bias=spec.has_qkv_bias)
+        self._o = owner.linear("o", (hidden, query), ops, has_bias=spec.has_out_bias, is_inner=True)
+        self._q_norm = self._k_norm = None
+        if spec.qk_norm != "none":
+            q_width, k_width = (query, key) if spec.qk_norm == "full" else (spec.head_dim, spec.head_dim)
+            self._q_norm = RmsNorm(owner.take("q_norm", q_width), norm_eps, ops)
+            self._k_norm = RmsNorm(owner.take("k_norm", k_width), norm_eps, ops)
+        if spec.has_sinks:
+            owner.take("sinks", spec.num_heads)  # used by `attend`
+        owner.finish()
+
+    def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView) -> Steps[Tensor]:
+        """[T, D] in the seam dtype; every row attends to its own sequence in the pool."""
+        spec = self._spec
+        q_THC = self._heads(self._q(x_TD), self._q_norm, spec.num_heads)
+        key_TGC = self._heads(self._k(x_TD), self._k_norm, spec.num_kv_heads)
+        value_TGC = self._heads(self._v(x_TD), None, spec.num_kv_heads)
+        if self._rope is not None:
+            q_THC = self._rope.rotate(q_THC, positions_T, self._ops)
+            key_TGC = self._rope.rotate(key_TGC, positions_T, self._ops)
+        new_kv = NewKv(key_TGC=key_TGC, value_TGC=value_TGC)
+        out_THC = yield from self._attend(q_THC, new_kv, view)
+        return self._o(out_THC.flatten(1))
+
+    def _heads(self, x_TF: Tensor, norm: RmsNorm | None, num_heads: int) -> Tensor:
+        """A projection as heads [T, H, C], normed over all heads or each, then clipped."""
+        if norm is not None and self._spec.qk_norm == "full":
+            x_TF = norm(x_TF)
+        x_THC = x_TF.view(len(x_TF), num_heads, self._spec.head_dim)
+        if norm is not None and self._spec.qk_norm == "head":
+            x_THC = norm(x_THC)
+        clip = self._spec.qkv_clip
+        return x_THC if clip is None else x_THC.clamp(min=-clip, max=clip)
+
+
+def _check(spec: GqaSpec) -> None:
+    missing = [
+        text
+        for is_needed, text in (
+            (spec.has_output_gate, "an output gate (Qwen3-Next)"),
+            (spec.is_chunked, "chunked windows (Llama 4)"),
+            (spec.value_is_key, "keys as values (Gemma 4)"),
+            (spec.kv_from is not None, "keys and values of another layer (Gemma 4)"),
+            (spec.qk_norm == "l2", "query and key norms without a weight (Llama 4)"),
+        )
+        if is_needed
+    ]
+    if missing:
+        raise UnsupportedModelError(f"grouped-query attention does not run {', '.join(missing)}")
+    if spec.num_heads % spec.num_kv_heads:
+        raise UnsupportedModelError(
+            f"num_kv_heads = {spec.num_kv_heads} must divide num_heads = {spec.num_heads}"
+        )
