@@ -1,18 +1,25 @@
 """The seam between tokens and experts: four verbs, two sides, and the values that pass between them.
 
-`parallel/dispatch/*` implements `TokenSide` and `ExpertSide`; a model sees only `RoutedExperts`. An expert that returns
-its input makes any dispatcher the identity (weights summing to one): that is every dispatcher's first test.
+`parallel/dispatch/*` implements `TokenSide` and `ExpertSide`; a model sees only `RoutedExperts`. An expert
+that returns its input makes any dispatcher the identity (weights summing to one): that is every dispatcher's
+first test.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+from moesaic.experts.blob import ExpertWeights
 from moesaic.kernels.formats import Packed
+from moesaic.spec.experts import ExpertKey, ExpertPlan
 from moesaic.steps import Steps, Wait
+
+BlobTable = Sequence[ExpertWeights]
+"""What each slot of a rank points to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +88,8 @@ class TokenSide(Protocol):
 class ExpertSide(Protocol):
     """Ranks with experts; nothing here knows T, requests or attention."""
 
-    def next(self) -> Wait:
-        """Over when the headers of every live token rank for the next (layer, micro-batch, chunk) are in."""
+    def next(self, tag: Tag | None) -> Wait:
+        """Over when the headers of every live token rank for `tag`, or for whatever is next, are in."""
         ...
 
     def receive(self, tag: Tag | None) -> ExpertBatch:
@@ -99,6 +106,37 @@ class ExpertFfn(Protocol):
 
     def __call__(self, batch: ExpertBatch) -> Steps[Tensor]:
         """out_JD [J, D] in the seam dtype, one row per job, unweighted."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Wave:
+    """Slots whose experts can be computed together, once `ready` is over."""
+
+    ready: Wait
+    slots: tuple[int, ...]
+    table: BlobTable  # by slot; only `slots` are sure to be there
+    site: Literal[
+        "device", "host"
+    ]  # where these slots are computed: a property of the expert, never of its heat
+
+
+class ExpertStore(Protocol):
+    """The experts of one rank, of all layers, in one budget of memory."""
+
+    def adopt(self, plan: ExpertPlan) -> Steps[None]:
+        """Make this rank's slots what `plan` says; called between steps.
+
+        Raises: ConfigError naming the experts that the store cannot get.
+        """
+        ...
+
+    def waves(self, layer_idx: int, offsets_L1: Tensor) -> Iterator[Wave]:
+        """Each slot that has jobs once, those in memory first."""
+        ...
+
+    def prefetch(self, keys: Sequence[ExpertKey]) -> None:
+        """Experts that are likely to be asked for soon; a hint, never a promise."""
         ...
 
 

@@ -1,0 +1,196 @@
+"""An expert as ONE contiguous run of bytes in one format: what is placed, moved, copied, tiered and checked.
+
+Knows where the parts of an expert lie in its blob; not where blobs come from or go.
+
+    | gate F*D | up F*D |.| down D*F |.| gate_bias F | up_bias F |.| down_bias D |.|    . up to 64 bytes
+
+gate and up touch, so that both are one matmul of [2F, D]; a format that pads rows pads each by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import CheckpointError, nearest
+from moesaic.hashing import digest_bytes
+from moesaic.kernels.formats import torch_dtype
+from moesaic.spec.experts import ExpertKey
+from moesaic.spec.model import MoeSpec
+from moesaic.spec.numerics import DTYPE_BYTES, Format
+
+Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
+
+ALIGNMENT_BYTES = 64
+"""A cache line and the widest vector: kernels may give other bits for a weight that starts elsewhere."""
+
+
+class Place(NamedTuple):
+    """Where a part begins in its blob, and its shape."""
+
+    start: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExpertWeights:
+    """Views of one blob, as the feed-forward wants them. Valid as long as the blob.
+
+    Shapes:  inner_FD [2F, D] (gate rows, then up rows) for a gated expert, else [F, D]; down_DF [D, F].
+    """
+
+    format: Format
+    inner_FD: Tensor
+    down_DF: Tensor
+    inner_bias_F: Tensor | None
+    down_bias_D: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlobLayout:
+    """Where the parts of an expert lie. Equal layouts make blobs interchangeable."""
+
+    format: Format
+    is_gated: bool
+    places: Mapping[Part, Place]
+    gaps: tuple[tuple[int, int], ...]  # bytes [start, stop) between parts
+    num_bytes: int
+
+    @classmethod
+    def of(cls, spec: MoeSpec, format: Format) -> BlobLayout:
+        """The layout of an expert of `spec` stored in `format`."""
+        inner, width, item = spec.expert_width, spec.row_width, DTYPE_BYTES[format]
+        inners = ("gate", "up") if spec.is_gated else ("up",)
+        runs: list[list[tuple[str, tuple[int, ...]]]] = [
+            [(name, (inner, width)) for name in inners],
+            [("down", (width, inner))],
+        ]
+        if spec.has_bias:
+            runs += [[(f"{name}_bias", (inner,)) for name in inners], [("down_bias", (width,))]]
+        places: dict[Part, Place] = {}
+        gaps: list[tuple[int, int]] = []
+        end = 0
+        for run in runs:
+            for name, shape in run:
+                places[cast(Part, name)] = Place(end, shape)
+                end += math.prod(shape) * item
+            aligned = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            gaps += [(end, aligned)] * (aligned > end)
+            end = aligned
+        return cls(
+            format=format,
+            is_gated=spec.is_gated,
+            places=MappingProxyType(places),
+            gaps=tuple(gaps),
+            num_bytes=end,
+        )
+
+    def clear_gaps(self, data: Tensor) -> None:
+        """Zero the bytes between parts, so that equal experts have equal bytes whatever was in the memory."""
+        for start, stop in self.gaps:
+            data[start:stop].zero_()
+
+    def view(self, data: Tensor, part: Part) -> Tensor:
+        """The part inside the blob's bytes, without a copy.
+
+        Shapes:  data [num_bytes] uint8.
+        """
+        return self._typed(data, *self.places[part])
+
+    def unpack(self, data: Tensor) -> dict[Part, Tensor]:
+        """All parts, as views of the blob's bytes."""
+        return {part: self.view(data, part) for part in self.places}
+
+    def weights(self, data: Tensor) -> ExpertWeights:
+        """The views that the feed-forward uses."""
+        return ExpertWeights(
+            format=self.format,
+            inner_FD=self._inner(data, ""),
+            down_DF=self.view(data, "down"),
+            inner_bias_F=self._inner(data, "_bias") if "up_bias" in self.places else None,
+            down_bias_D=self.view(data, "down_bias") if "down_bias" in self.places else None,
+        )
+
+    def write(self, data: Tensor, part: Part, tensor: Tensor, *, name: str) -> None:
+        """Round `tensor` into its place; any strides will do, so slices and transposes stream in.
+
+        Raises: CheckpointError, calling the tensor `name`, for an unknown part, shape or dtype.
+        """
+        if part not in self.places:
+            raise CheckpointError(
+                f"{name}: an expert of this model has no part {part!r}; {nearest(part, self.places)}"
+            )
+        shape = self.places[part].shape
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{name}: expected shape {list(shape)}, found {list(tensor.shape)}")
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise CheckpointError(
+                f"{name}: expected float32, bfloat16 or float16, found {tensor.dtype}; unpack it first"
+            )
+        self.view(data, part).copy_(tensor)
+
+    def _inner(self, data: Tensor, suffix: str) -> Tensor:
+        if not self.is_gated:
+            return self.view(data, cast(Part, f"up{suffix}"))
+        start, (rows, *rest) = self.places[cast(Part, f"gate{suffix}")]
+        return self._typed(data, start, (2 * rows, *rest))
+
+    def _typed(self, data: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+        stop = start + math.prod(shape) * DTYPE_BYTES[self.format]
+        return data[start:stop].view(torch_dtype(self.format)).view(shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExpertBlob:
+    """One expert on its way: bytes and their identity.
+
+    Shapes:  data [num_bytes] uint8; may be a view of an arena.
+    """
+
+    key: ExpertKey
+    format: Format
+    data: Tensor
+    digest: str
+
+    @classmethod
+    def of(cls, key: ExpertKey, format: Format, data: Tensor) -> ExpertBlob:
+        """The blob with its digest, which reads every byte."""
+        return cls(key=key, format=format, data=data, digest=_digest(format, data))
+
+    def verify(self) -> None:
+        """Check the bytes against the digest.
+
+        Raises: CheckpointError naming the expert when they differ.
+        """
+        found = _digest(self.format, self.data)
+        if found != self.digest:
+            raise CheckpointError(
+                f"expert {self.key.logical_id} of layer {self.key.layer_idx}: its bytes have digest {found}, "
+                f"expected {self.digest}; the copy is damaged, send it again"
+            )
+
+
+def pack_expert(layout: BlobLayout, parts: Mapping[Part, Tensor]) -> Tensor:
+    """A new blob from its parts. Loading a model does not come here: it writes straight into an arena.
+
+    Shapes:  returns [num_bytes] uint8.
+    Raises:  CheckpointError for a missing or unknown part, or another shape.
+    """
+    missing = [part for part in layout.places if part not in parts]
+    if missing:
+        raise CheckpointError(f"an expert needs {', '.join(layout.places)}; missing: {', '.join(missing)}")
+    data = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    layout.clear_gaps(data)
+    for part, tensor in parts.items():
+        layout.write(data, part, tensor, name=part)
+    return data
+
+
+def _digest(format: Format, data: Tensor) -> str:
+    return digest_bytes(format.encode(), data.numpy().data).hex()

@@ -1,0 +1,270 @@
+"""Where experts live: arenas that a loader fills while it reads, and the store that hands out their weights.
+
+One arena per layer holds the blobs of this rank's experts back to back; a slot is a pointer to a blob, so
+that a second slot for an expert costs nothing. Knows nothing of checkpoints, key names or other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.errors import CheckpointError, ConfigError, HostMemoryShort
+from moesaic.experts.blob import BlobLayout, ExpertBlob, ExpertWeights, Part
+from moesaic.experts.contract import ExpertStore, Wave
+from moesaic.spec.experts import ExpertKey, ExpertPlan, contiguous_plan
+from moesaic.spec.model import MoeSpec
+from moesaic.spec.numerics import FormatMap, FormatPair
+from moesaic.steps import DONE, Steps
+from moesaic.units import format_bytes
+
+_SHOWN = 6  # names in one error message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Arena:
+    """The blobs of one layer's experts on this rank, back to back in one allocation.
+
+    Shapes:  data [bytes] uint8; every blob starts at a multiple of 64 bytes.
+    """
+
+    layouts: Mapping[int, BlobLayout]  # by logical id, in the order of the blobs
+    starts: Mapping[int, int]
+    data: Tensor
+
+    @classmethod
+    def allocate(cls, spec: MoeSpec, formats: FormatMap, layer_idx: int, logical_ids: Sequence[int]) -> Arena:
+        """Room for the experts of one layer. The pages are committed as they are written.
+
+        Raises: HostMemoryShort when the machine refuses.
+        """
+        layouts = {i: _layout(spec, formats.of_expert(layer_idx, i)) for i in logical_ids}
+        starts: dict[int, int] = {}
+        end = 0
+        for logical_id, layout in layouts.items():
+            starts[logical_id] = end
+            end += layout.num_bytes
+        try:
+            data = torch.empty(end, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise HostMemoryShort(
+                f"layer {layer_idx}: {len(layouts)} experts need {format_bytes(end)} of memory and the "
+                "machine refused; use a machine with more memory or a smaller model"
+            ) from error
+        arena = cls(layouts=layouts, starts=starts, data=data)
+        for logical_id, layout in layouts.items():
+            layout.clear_gaps(arena.blob(logical_id))
+        return arena
+
+    def blob(self, logical_id: int) -> Tensor:
+        """The bytes of one expert, without a copy."""
+        start = self.starts[logical_id]
+        return self.data[start : start + self.layouts[logical_id].num_bytes]
+
+
+class ExpertLoader:
+    """Fills the arenas of all MoE layers from tensors in any order, and turns into the store.
+
+    A checkpoint is read one tensor at a time and each goes straight to its place: nothing is held twice.
+
+        loader = ExpertLoader(spec.moe_layers, numerics.formats)
+        loader.put(3, 17, "gate", gate_FD)             one key per expert: [F, D], up alike, down [D, F]
+        loader.put_stack(3, "down", down_EDF)          one key for all experts of a layer
+        loader.put_stack(3, "up", gate_up_EFD[:, F:])  a fused key: two puts of its halves, any strides
+        store = loader.finish()
+
+    Parts are gate (only where experts are gated), up and down, and with biases gate_bias [F], up_bias [F],
+    down_bias [D]; D is MoeSpec.row_width, F is MoeSpec.expert_width. `shapes(layer_idx)` says it in numbers.
+    """
+
+    def __init__(
+        self,
+        moe_layers: Sequence[tuple[int, MoeSpec]],
+        formats: FormatMap,
+        *,
+        plan: ExpertPlan | None = None,
+        rank: int = 0,
+    ) -> None:
+        """Allocate. Without a plan this rank holds every expert; `moe_layers` is `ModelSpec.moe_layers`.
+
+        Raises: HostMemoryShort; ConfigError for a plan of another number of layers or with sliced experts,
+                and for a format that no kernel takes.
+        """
+        self._specs = dict(moe_layers)
+        self._plan = (
+            contiguous_plan(tuple(spec.num_experts for _, spec in moe_layers), 1) if plan is None else plan
+        )
+        self._rank = rank
+        self._arenas: dict[int, Arena] = {}
+        slots = _slots_of_rank(self._plan, rank, tuple(self._specs))
+        for layer_idx, spec in moe_layers:
+            held = sorted(set(slots[layer_idx]))
+            self._arenas[layer_idx] = Arena.allocate(spec, formats, layer_idx, held)
+        self._missing = {
+            (layer_idx, logical_id, part)
+            for layer_idx, arena in self._arenas.items()
+            for logical_id, layout in arena.layouts.items()
+            for part in layout.places
+        }
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all arenas."""
+        return sum(arena.data.numel() for arena in self._arenas.values())
+
+    def shapes(self, layer_idx: int) -> Mapping[Part, tuple[int, ...]]:
+        """The parts of an expert of this layer, and their shapes."""
+        layout = BlobLayout.of(self._spec(layer_idx), "float32")
+        return MappingProxyType({part: place.shape for part, place in layout.places.items()})
+
+    def needs(self, layer_idx: int, logical_id: int) -> bool:
+        """Whether this rank holds the expert; a loader need not read the others."""
+        return (
+            self._spec(layer_idx).num_experts > logical_id and logical_id in self._arenas[layer_idx].layouts
+        )
+
+    def put(self, layer_idx: int, logical_id: int, part: Part, tensor: Tensor) -> None:
+        """Round one part of one expert into its place; an expert that lives on another rank is skipped.
+
+        Shapes:  as `shapes(layer_idx)` says; any strides, float32, bfloat16 or float16.
+        Raises:  CheckpointError naming layer, expert and part, with the shape expected and found; also for an
+                 expert that does not exist and for a part that was filled before.
+        """
+        spec = self._spec(layer_idx)
+        name = f"layer {layer_idx}, expert {logical_id}, {part}"
+        if not 0 <= logical_id < spec.num_experts:
+            raise CheckpointError(f"{name}: the layer has experts 0 to {spec.num_experts - 1}")
+        arena = self._arenas[layer_idx]
+        if logical_id not in arena.layouts:
+            return
+        layout, key = arena.layouts[logical_id], (layer_idx, logical_id, part)
+        if part in layout.places and key not in self._missing:
+            raise CheckpointError(f"{name}: filled a second time; two keys of the checkpoint map to it")
+        layout.write(arena.blob(logical_id), part, tensor, name=name)
+        self._missing.discard(key)
+
+    def put_stack(self, layer_idx: int, part: Part, tensor_E: Tensor, first_id: int = 0) -> None:
+        """`put` for a tensor [n, ...] that holds the part of experts first_id .. first_id + n.
+
+        Raises:  CheckpointError as `put`.
+        """
+        for i, tensor in enumerate(tensor_E.unbind(0)):
+            self.put(layer_idx, first_id + i, part, tensor)
+
+    def finish(self) -> ResidentStore:
+        """The store, once every part of every expert on this rank was filled.
+
+        Raises: CheckpointError naming what was never filled.
+        """
+        if self._missing:
+            shown = [f"layer {at}, expert {i}, {part}" for at, i, part in sorted(self._missing)[:_SHOWN]]
+            rest = len(self._missing) - len(shown)
+            raise CheckpointError(
+                f"never filled: {'; '.join(shown)}{f' and {rest} more' if rest else ''}; "
+                "no key of the checkpoint maps there"
+            )
+        return ResidentStore(self._arenas, self._plan, self._rank)
+
+    def _spec(self, layer_idx: int) -> MoeSpec:
+        if layer_idx not in self._specs:
+            raise CheckpointError(
+                f"layer {layer_idx} has no routed experts; the layers with experts are {sorted(self._specs)}"
+            )
+        return self._specs[layer_idx]
+
+
+class ResidentStore(ExpertStore):
+    """All experts of this rank in memory: one wave, never a wait. Made by `ExpertLoader.finish`."""
+
+    def __init__(self, arenas: Mapping[int, Arena], plan: ExpertPlan, rank: int) -> None:
+        self._arenas = dict(arenas)
+        self._rank = rank
+        self._weights = {
+            layer_idx: {i: layout.weights(arena.blob(i)) for i, layout in arena.layouts.items()}
+            for layer_idx, arena in self._arenas.items()
+        }
+        self._tables = self._tables_of(plan)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all arenas."""
+        return sum(arena.data.numel() for arena in self._arenas.values())
+
+    def adopt(self, plan: ExpertPlan) -> Steps[None]:
+        """Point the slots at the plan's experts; nothing is copied.
+
+        Raises: ConfigError naming the experts of the plan that this rank does not hold.
+        """
+        self._tables = self._tables_of(plan)
+        yield from ()
+
+    def waves(self, layer_idx: int, offsets_L1: Tensor) -> Iterator[Wave]:
+        """One wave with every slot that has jobs; none when no slot has."""
+        ranges = pairwise(offsets_L1.tolist())
+        slots = tuple(slot for slot, (start, stop) in enumerate(ranges) if stop > start)
+        if slots:
+            yield Wave(ready=DONE, slots=slots, table=self._tables[layer_idx], site="host")
+
+    def prefetch(self, keys: Sequence[ExpertKey]) -> None:
+        """Nothing to do: all is here."""
+
+    def blob(self, key: ExpertKey) -> ExpertBlob:
+        """One expert with its digest; the bytes are the arena's own.
+
+        Raises: ConfigError when this rank does not hold it.
+        """
+        arena = self._arenas.get(key.layer_idx)
+        if arena is None or key.logical_id not in arena.layouts:
+            raise ConfigError(f"rank {self._rank} holds no expert {key.logical_id} of layer {key.layer_idx}")
+        return ExpertBlob.of(key, arena.layouts[key.logical_id].format, arena.blob(key.logical_id))
+
+    def _tables_of(self, plan: ExpertPlan) -> dict[int, tuple[ExpertWeights, ...]]:
+        slots = _slots_of_rank(plan, self._rank, tuple(self._arenas))
+        lacking = {
+            layer_idx: sorted(set(ids) - set(self._weights[layer_idx])) for layer_idx, ids in slots.items()
+        }
+        named = [f"layer {layer_idx}: {ids}" for layer_idx, ids in lacking.items() if ids]
+        if named:
+            raise ConfigError(
+                f"expert plan version {plan.version} puts experts on rank {self._rank} that are not in its "
+                f"memory ({'; '.join(named[:_SHOWN])}); load them, or keep them where they are"
+            )
+        return {
+            layer_idx: tuple(self._weights[layer_idx][logical_id] for logical_id in ids)
+            for layer_idx, ids in slots.items()
+        }
+
+
+@lru_cache
+def _layout(spec: MoeSpec, pair: FormatPair) -> BlobLayout:
+    if pair.activation != pair.weight:
+        raise ConfigError(
+            f"experts with {pair.weight} weights and {pair.activation} rows: no kernel multiplies these; "
+            f"use {pair.weight} for both"
+        )
+    return BlobLayout.of(spec, pair.weight)
+
+
+def _slots_of_rank(plan: ExpertPlan, rank: int, layer_idxs: tuple[int, ...]) -> dict[int, list[int]]:
+    """The logical expert of each slot of a rank, by layer."""
+    if len(plan.slot_expert) != len(layer_idxs):
+        raise ConfigError(
+            f"expert plan version {plan.version} has {len(plan.slot_expert)} layers, the model has "
+            f"{len(layer_idxs)} with experts"
+        )
+    if any(slices.any() for slices in plan.slot_slice):
+        raise ConfigError(
+            f"expert plan version {plan.version} slices experts, and this store holds whole ones; "
+            "use slice 0 only"
+        )
+    return {
+        layer_idx: plan.slot_expert[at][np.flatnonzero(plan.slot_rank[at] == rank)].tolist()
+        for at, layer_idx in enumerate(layer_idxs)
+    }

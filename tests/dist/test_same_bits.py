@@ -1,0 +1,414 @@
+"""Same bits, wherever they are computed.
+
+One rank computes a stack of MoE layers: that is the reference. Then the same tokens and the same experts are
+spread over ranks, and the result must be the same, bit for bit, every element, however they are spread:
+
+    rank 0                 rank 1                 rank 2                 rank 3
+    131 tokens             none (idle)            97 tokens              32 tokens
+    experts 3 8 9 15       experts 0 1 2 4 5      no experts             experts 6 7 .. and a copy of 3
+        \\                      |                      |                     /
+         +---- each row once to each rank that serves it; J = 0 is a batch, too ---+
+                                |
+         every reply lands at its (token, choice); one tree adds, wherever it is evaluated
+
+Float32 comes first: rounding to bfloat16 hides a wrong order of sums in all but a few elements. The last test
+is the negative control: one partial sum per rank, the order that a layout suggests, must be caught here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from fakes_ranks import (
+    Ranks,
+    Returns,
+    ask_experts,
+    drive_shuffled,
+    in_turns,
+    random_copies,
+    serve_experts,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moesaic.errors import PeerLost
+from moesaic.experts.blob import BlobLayout, Part
+from moesaic.experts.contract import ExpertBatch, ExpertFfn, RoutedExperts, Routing, Tag
+from moesaic.experts.ffn import LoopFfn
+from moesaic.experts.router import Router
+from moesaic.experts.store import ExpertLoader
+from moesaic.kernels.ops import Ops, choose
+from moesaic.parallel.dispatch.local import Local
+from moesaic.parallel.dispatch.staged import Staged
+from moesaic.spec.experts import ExpertPlan, contiguous_plan
+from moesaic.spec.model import GateSpec, MoeSpec
+from moesaic.spec.numerics import DType, Numerics, preset
+from moesaic.steps import Steps, drive, drive_ready
+
+NUM_EXPERTS, WIDTH, INNER, NUM_TOKENS = 16, 64, 32, 260
+TOKENS_PER_RANK = {1: [260], 2: [129, 131], 3: [131, 0, 129], 4: [131, 0, 97, 32]}
+TIMEOUT_S = 1.0
+
+
+# ---- a small model: two MoE layers with residuals, so that a bit lost in the first shows in the second ----
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Model:
+    layers: tuple[tuple[int, MoeSpec], ...]
+    numerics: Numerics
+    ops: Ops
+    routers: dict[int, Router]
+    parts: dict[tuple[int, int, Part], Tensor]
+    x_TD: Tensor
+
+    def ffn(self, plan: ExpertPlan | None = None, rank: int = 0) -> LoopFfn:
+        """The experts of one rank, loaded as a checkpoint would be."""
+        loader = ExpertLoader(self.layers, self.numerics.formats, plan=plan, rank=rank)
+        for (layer_idx, logical_id, part), tensor in self.parts.items():
+            loader.put(layer_idx, logical_id, part, tensor)
+        return LoopFfn(self.layers[0][1], loader.finish(), self.ops)
+
+    def forward(self, routed: RoutedExperts, x_TD: Tensor, micro_batch: int = 0) -> Steps[Tensor]:
+        for layer_idx, _ in self.layers:
+            tag = make_tag(layer_idx, micro_batch)
+            x_TD = x_TD + (yield from routed.forward(x_TD, self.routers[layer_idx](x_TD), tag, None))
+        return x_TD
+
+
+def make_tag(layer_idx: int, micro_batch: int = 0) -> Tag:
+    return Tag(epoch=0, plan_version=0, step_id=1, micro_batch=micro_batch, chunk=0, layer_idx=layer_idx)
+
+
+@lru_cache
+def make_model(dtype: DType, num_choices: int = 8, weight_on: Literal["output", "input"] = "output") -> Model:
+    rng = torch.Generator().manual_seed(num_choices)
+    spec = MoeSpec(
+        num_experts=NUM_EXPERTS,
+        experts_per_token=num_choices,
+        expert_width=INNER,
+        gate=GateSpec(score="softmax"),
+        shared=None,
+        row_width=WIDTH,
+        has_bias=True,
+        weight_on=weight_on,
+    )
+    layers = ((1, spec), (2, spec))
+    numerics = preset("portable", dtype=dtype)
+    ops = choose(numerics, num_threads=1)
+    shapes = {part: place.shape for part, place in BlobLayout.of(spec, "float32").places.items()}
+    return Model(
+        layers=layers,
+        numerics=numerics,
+        ops=ops,
+        routers={
+            layer_idx: Router(spec, torch.randn(NUM_EXPERTS, WIDTH, generator=rng) / 4, None, None, ops)
+            for layer_idx, _ in layers
+        },
+        parts={
+            (layer_idx, logical_id, part): torch.randn(shape, generator=rng) * shape[-1] ** -0.5
+            for layer_idx, _ in layers
+            for logical_id in range(NUM_EXPERTS)
+            for part, shape in shapes.items()
+        },
+        x_TD=torch.randn(NUM_TOKENS, WIDTH, generator=rng).to(getattr(torch, dtype)),
+    )
+
+
+@lru_cache
+def on_one_rank(model: Model) -> Tensor:
+    """The reference: all tokens in one batch, all experts on one rank."""
+    local = Local(model.layers, model.numerics)
+    return drive(
+        [model.forward(Staged(tokens=local, experts=local, ffn=model.ffn()), model.x_TD)], TIMEOUT_S
+    )[0]
+
+
+def make_plan(kind: str, num_ranks: int, seed: int = 0) -> ExpertPlan:
+    """contiguous; random: ranks of any size, some without experts; replicated: random with more copies."""
+    if kind == "contiguous":
+        return contiguous_plan((NUM_EXPERTS, NUM_EXPERTS), num_ranks)
+    rng = np.random.default_rng(seed)
+    slot_expert, slot_rank = [], []
+    for _ in range(2):
+        num_copies = 0 if kind == "random" else 9
+        experts = np.concatenate([rng.permutation(NUM_EXPERTS), rng.integers(0, NUM_EXPERTS, num_copies)])
+        slot_expert.append(experts.astype(np.int64))
+        slot_rank.append(rng.integers(0, num_ranks, len(experts)))
+    return ExpertPlan(
+        version=1,
+        slot_rank=tuple(slot_rank),
+        slot_expert=tuple(slot_expert),
+        slot_slice=tuple(np.zeros_like(slots) for slots in slot_expert),
+        slot_share=tuple(np.ones(len(slots)) for slots in slot_expert),
+    )
+
+
+def make_ranks(
+    model: Model, plan: ExpertPlan, num_ranks: int, *, returns: Returns = "choices", seed: int = 0
+) -> Ranks:
+    rng = np.random.default_rng(seed)
+    tables = [random_copies(plan, at, rng) for at in range(len(model.layers))]
+    return Ranks(model.layers, model.numerics, plan, tables=tables, num_ranks=num_ranks, returns=returns)
+
+
+def rank_steps(
+    model: Model,
+    ranks: Ranks,
+    plan: ExpertPlan,
+    tokens_per_rank: Sequence[int],
+    *,
+    num_micro_batches: int = 1,
+    num_chunks: int = 1,
+) -> list[list[Steps[Tensor]]]:
+    """The generators of each rank, one per micro-batch."""
+    all_steps = []
+    for rank, x_TD in enumerate(model.x_TD.split(list(tokens_per_rank))):
+        side = ranks.side(rank)
+        routed = Staged(tokens=side, experts=side, ffn=model.ffn(plan, rank), num_chunks=num_chunks)
+        parts = x_TD.tensor_split(num_micro_batches)
+        all_steps.append([model.forward(routed, part, at) for at, part in enumerate(parts)])
+    return all_steps
+
+
+def num_different(a_TD: Tensor, b_TD: Tensor) -> int:
+    """Elements whose bits differ; -0.0 is not 0.0."""
+    assert a_TD.shape == b_TD.shape
+    assert a_TD.dtype == b_TD.dtype
+    bits = torch.int32 if a_TD.dtype == torch.float32 else torch.int16
+    return int((a_TD.view(bits) != b_TD.view(bits)).sum())
+
+
+# ---- the matrix ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_choices", [4, 6, 8])
+@pytest.mark.parametrize("returns", ["choices", "subtrees"])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [
+        ("contiguous", 1),
+        ("contiguous", 2),
+        ("random", 3),
+        ("replicated", 3),
+        ("contiguous", 4),
+        ("replicated", 4),
+    ],
+)
+def test_any_placement_gives_the_bits_of_one_rank(
+    dtype: DType, num_choices: int, returns: Returns, kind: str, num_ranks: int
+) -> None:
+    model, plan = make_model(dtype, num_choices), make_plan(kind, num_ranks)
+    ranks = make_ranks(model, plan, num_ranks, returns=returns)
+    steps = rank_steps(model, ranks, plan, TOKENS_PER_RANK[num_ranks])
+    y_TD = torch.cat(drive_ready([one for (one,) in steps]))
+    assert num_different(y_TD, on_one_rank(model)) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("num_micro_batches", "num_chunks"), [(2, 1), (3, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("how", ["strict turns over all", "each rank by itself"])
+def test_micro_batches_and_chunks_give_the_bits_of_one_batch(
+    dtype: DType, num_micro_batches: int, num_chunks: int, how: str
+) -> None:
+    model, plan = make_model(dtype), make_plan("replicated", 4)
+    ranks = make_ranks(model, plan, 4)
+    steps = rank_steps(
+        model, ranks, plan, TOKENS_PER_RANK[4], num_micro_batches=num_micro_batches, num_chunks=num_chunks
+    )
+    if how == "strict turns over all":
+        parts = drive([one for of_rank in steps for one in of_rank], TIMEOUT_S)
+    else:
+        parts = [one for of_rank in drive_shuffled([in_turns(s) for s in steps], seed=5) for one in of_rank]
+    assert num_different(torch.cat(parts), on_one_rank(model)) == 0
+
+
+def test_one_rank_in_micro_batches_and_chunks() -> None:
+    model = make_model("float32")
+    local = Local(model.layers, model.numerics)
+    routed = Staged(tokens=local, experts=local, ffn=model.ffn(), num_chunks=2)
+    parts = model.x_TD.tensor_split(3)
+    results = drive([model.forward(routed, part, at) for at, part in enumerate(parts)], TIMEOUT_S)
+    assert num_different(torch.cat(results), on_one_rank(model)) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_token_alone_gives_the_bits_of_the_batch(dtype: DType) -> None:
+    model = make_model(dtype)
+    local = Local(model.layers, model.numerics)
+    routed = Staged(tokens=local, experts=local, ffn=model.ffn())
+    alone = [drive([model.forward(routed, x.unsqueeze(0))], TIMEOUT_S)[0] for x in model.x_TD[:24]]
+    assert num_different(torch.cat(alone), on_one_rank(model)[:24]) == 0
+
+
+@pytest.mark.parametrize("returns", ["choices", "subtrees"])
+def test_weights_on_the_input_travel_with_the_rows(returns: Returns) -> None:
+    model, plan = make_model("float32", 4, "input"), make_plan("random", 3)
+    ranks = make_ranks(model, plan, 3, returns=returns)
+    y_TD = torch.cat(drive_ready([one for (one,) in rank_steps(model, ranks, plan, TOKENS_PER_RANK[3])]))
+    assert num_different(y_TD, on_one_rank(model)) == 0
+    assert num_different(y_TD, on_one_rank(make_model("float32", 4))) > y_TD.numel() // 2
+
+
+def test_split_roles_give_the_bits_of_one_rank() -> None:
+    """Ranks 0 and 1 have tokens and no experts, ranks 2 and 3 experts and no tokens."""
+    model = make_model("float32")
+    plan = make_plan("replicated", 2, seed=3)
+    plan = replace(plan, slot_rank=tuple(ranks + 2 for ranks in plan.slot_rank))
+    ranks = Ranks(model.layers, model.numerics, plan, num_ranks=4, token_ranks=(0, 1), expert_ranks=(2, 3))
+
+    @dataclass(frozen=True)
+    class Asking(RoutedExperts):
+        rank: int
+
+        def forward(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Steps[Tensor]:
+            return ask_experts(ranks.side(self.rank), x_TD, routing, tag)
+
+    num_micro_batches = 3
+    askers = [
+        in_turns(
+            [
+                model.forward(Asking(rank), part, at)
+                for at, part in enumerate(x.tensor_split(num_micro_batches))
+            ]
+        )
+        for rank, x in enumerate(model.x_TD.tensor_split(2))
+    ]
+    num_batches = num_micro_batches * len(model.layers)
+    servers = [serve_experts(ranks.side(rank), model.ffn(plan, rank), num_batches) for rank in (2, 3)]
+    results = drive_shuffled([*askers, *servers], seed=11)
+    y_TD = torch.cat([part for parts in results[:2] for part in parts])
+    assert num_different(y_TD, on_one_rank(model)) == 0
+
+
+@settings(max_examples=12)
+@given(st.data())
+def test_no_placement_split_or_order_of_arrival_changes_a_bit(data: st.DataObject) -> None:
+    model = make_model("float32", data.draw(st.sampled_from([4, 6, 8]), label="choices"))
+    num_ranks = data.draw(st.integers(1, 4), label="ranks")
+    seed = data.draw(st.integers(0, 2**20), label="seed")
+    plan = make_plan(data.draw(st.sampled_from(["random", "replicated"]), label="plan"), num_ranks, seed)
+    cuts = sorted(
+        data.draw(st.lists(st.integers(0, NUM_TOKENS), min_size=num_ranks - 1, max_size=num_ranks - 1))
+    )
+    sizes = np.diff([0, *cuts, NUM_TOKENS]).tolist()
+    returns = data.draw(st.sampled_from(["choices", "subtrees"]), label="returns")
+    ranks = make_ranks(model, plan, num_ranks, returns=returns, seed=seed)
+    steps = rank_steps(
+        model,
+        ranks,
+        plan,
+        sizes,
+        num_micro_batches=data.draw(st.integers(1, 3), label="micro-batches"),
+        num_chunks=data.draw(st.integers(1, 2), label="chunks"),
+    )
+    # Not even the turns of one rank's own micro-batches need an order here: every box has an address.
+    parts = drive_shuffled([one for of_rank in steps for one in of_rank], seed)
+    assert num_different(torch.cat(parts), on_one_rank(model)) == 0
+    assert not ranks.inbox
+    assert not ranks.outbox
+
+
+# ---- a dispatcher by itself: experts that return their input ----
+
+
+class IdentityFfn(ExpertFfn):
+    def __call__(self, batch: ExpertBatch) -> Steps[Tensor]:
+        yield from ()
+        return batch.x_RD.unpack(torch.float32).index_select(0, batch.row_J)
+
+
+@pytest.mark.parametrize("returns", ["choices", "subtrees"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_identity_experts_make_a_dispatcher_the_identity(num_ranks: int, returns: Returns) -> None:
+    model, plan = make_model("float32", 6), make_plan("replicated", num_ranks, seed=2)
+    weights = torch.tensor([1 / 4, 1 / 4, 1 / 8, 1 / 8, 1 / 8, 1 / 8])  # exact, and so is each of their sums
+    ranks = make_ranks(model, plan, num_ranks, returns=returns)
+    steps = []
+    for rank, x_TD in enumerate(model.x_TD.split(TOKENS_PER_RANK[num_ranks])):
+        side = ranks.side(rank)
+        experts_TK = model.routers[1](x_TD).experts_TK
+        routing = Routing(experts_TK=experts_TK, weights_TK=weights.expand(len(x_TD), 6))
+        steps.append(
+            Staged(tokens=side, experts=side, ffn=IdentityFfn()).forward(x_TD, routing, make_tag(1), None)
+        )
+    assert num_different(torch.cat(drive_ready(steps)), model.x_TD) == 0
+
+
+def test_an_expert_with_one_row_and_experts_with_none() -> None:
+    """Row counts that kernels like to treat in their own way, on one rank and on four."""
+    model, plan = make_model("float32", 4), make_plan("random", 4, seed=8)
+    rng = np.random.default_rng(0)
+    choices = np.sort([rng.permutation(np.arange(2, 15))[:4] for _ in range(NUM_TOKENS)], axis=1)
+    choices[77, 3] = 15  # its only row; experts 0 and 1 have none
+    experts_TK = torch.from_numpy(choices)
+    routing = Routing(experts_TK=experts_TK, weights_TK=torch.rand(NUM_TOKENS, 4))
+    counts = torch.bincount(experts_TK.flatten(), minlength=NUM_EXPERTS).tolist()
+    assert (counts[0], counts[1], counts[15]) == (0, 0, 1)
+    local = Local(model.layers, model.numerics)
+    whole = Staged(tokens=local, experts=local, ffn=model.ffn())
+    (expected,) = drive([whole.forward(model.x_TD, routing, make_tag(1), None)], TIMEOUT_S)
+    ranks = make_ranks(model, plan, 4)
+    steps, start = [], 0
+    for rank, size in enumerate(TOKENS_PER_RANK[4]):
+        rows, start = slice(start, start + size), start + size
+        part = Routing(experts_TK=experts_TK[rows], weights_TK=routing.weights_TK[rows])
+        side = ranks.side(rank)
+        routed = Staged(tokens=side, experts=side, ffn=model.ffn(plan, rank))
+        steps.append(routed.forward(model.x_TD[rows], part, make_tag(1), None))
+    assert num_different(torch.cat(drive_ready(steps)), expected) == 0
+
+
+def test_one_token_and_three_idle_ranks() -> None:
+    model, plan = make_model("float32"), make_plan("contiguous", 4)
+    ranks = make_ranks(model, plan, 4)
+    one = replace(model, x_TD=model.x_TD[:1])
+    steps = [one for (one,) in rank_steps(one, ranks, plan, [0, 0, 1, 0])]
+    assert num_different(torch.cat(drive_ready(steps)), on_one_rank(model)[:1]) == 0
+
+
+def test_a_rank_that_stays_away_is_named() -> None:
+    model, plan = make_model("float32"), make_plan("contiguous", 2)
+    ranks = make_ranks(model, plan, 2)
+    (present,), _ = rank_steps(model, ranks, plan, [130, 130])
+    with pytest.raises(PeerLost, match=r"rank 1 did not answer .* stage send"):
+        drive([present], TIMEOUT_S)
+
+
+def test_bytes_on_the_wire() -> None:
+    """A row goes once to each rank; subtrees cost fewer values than choices where ranks hold runs."""
+    model, plan = make_model("float32"), make_plan("contiguous", 2)
+    sent, returned = {}, {}
+    for returns in ("choices", "subtrees"):
+        ranks = make_ranks(model, plan, 2, returns=returns)
+        drive_ready([one for (one,) in rank_steps(model, ranks, plan, [130, 130])])
+        sent[returns], returned[returns] = ranks.sent_bytes, ranks.returned_bytes
+    row_bytes, num_layers = WIDTH * 4, 2
+    assert sent["choices"] == sent["subtrees"] <= NUM_TOKENS * num_layers * row_bytes
+    # Half of the experts are on the other rank, so about half of the choices come back over the wire.
+    assert returned["choices"] == pytest.approx(NUM_TOKENS * num_layers * 8 / 2 * row_bytes, rel=0.1)
+    assert returned["subtrees"] < 0.8 * returned["choices"]
+
+
+# ---- the negative control ----
+
+
+@pytest.mark.parametrize("num_choices", [4, 6, 8])
+def test_one_partial_sum_per_rank_is_caught(num_choices: int) -> None:
+    """The order of sums that a layout suggests gives other bits: these tests can fail."""
+    model = make_model("float32", num_choices)
+    wrong = replace(model, numerics=replace(model.numerics, combine="per_rank"))
+    plan = make_plan("random", 3)
+    y_TD = torch.cat(
+        drive_ready([one for (one,) in rank_steps(wrong, make_ranks(wrong, plan, 3), plan, [87, 87, 86])])
+    )
+    assert torch.allclose(y_TD, on_one_rank(model), rtol=1e-4, atol=1e-4)  # the same terms ...
+    assert num_different(y_TD, on_one_rank(model)) > y_TD.numel() // 4  # ... in another order
