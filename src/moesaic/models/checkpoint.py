@@ -1,8 +1,9 @@
 """A Hugging Face folder of safetensors files as named tensors, read one at a time.
 
-Knows file formats and nothing of models: which key fills which parameter is a family's business. Files are read with
-plain reads into the tensor that is returned, so a load needs the memory of the weights and of one tensor more, and a
-file cut short under our feet is an error instead of a dead process. Pickle files are never opened.
+Knows file formats and nothing of models: which key fills which parameter is a family's business. Files are
+read with plain reads into the tensor that is returned, so a load needs the memory of the weights and of one
+tensor more, and a file cut short under our feet is an error, not a dead process. Pickle files are never
+opened.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from moesaic.errors import CheckpointError, nearest
 from moesaic.hashing import digest
-from moesaic.units import format_bytes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -32,11 +32,10 @@ FLOAT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 )
 _ITEM_BYTES: Mapping[str, int] = MappingProxyType(
-    {
-        **{"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2},
-        **{"U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1},
-        **{"F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1},
-    }
+    dict.fromkeys(("F64", "I64", "U64", "C64"), 8)
+    | dict.fromkeys(("F32", "I32", "U32"), 4)
+    | dict.fromkeys(("F16", "BF16", "I16", "U16"), 2)
+    | dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1)
 )
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _LFS_POINTER = b"version https://git-lfs"
@@ -55,7 +54,7 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """The tensors of a folder. Every byte handed out is hashed on the way and checked for NaN and infinity."""
+    """The tensors of a folder. What is handed out was hashed and checked for NaN and infinity on the way."""
 
     def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self.path = path
@@ -67,8 +66,8 @@ class Checkpoint:
     def open(cls, path: str | Path) -> Checkpoint:
         """Read the index and every header; no weights yet.
 
-        Raises: CheckpointError for a missing folder, file or shard, a folder without safetensors, an adapter, a
-                damaged header, a file cut short, and a key that is stored twice.
+        Raises: CheckpointError for a missing folder, file or shard, a folder without safetensors, an adapter,
+                a damaged header, a file cut short, and a key that is stored twice.
         """
         folder = Path(path)
         files, placed = _find_files(folder)
@@ -77,8 +76,8 @@ class Checkpoint:
             for tensor in read_header(file):
                 if (other := tensors.get(tensor.name)) is not None:
                     raise CheckpointError(
-                        f"{tensor.name} is stored twice: in {other.file.name} and in {file.name} of {folder}; "
-                        "which one is meant cannot be known, so remove one"
+                        f"{tensor.name} is stored twice: in {other.file.name} and in {file.name} "
+                        f"of {folder}; which one is meant cannot be known, so remove one"
                     )
                 tensors[tensor.name] = tensor
         if placed is not None:
@@ -105,13 +104,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has no tensor {name}; {nearest(name, self.tensors)}")
         if tensor.dtype not in FLOAT_DTYPES:
             raise CheckpointError(
-                f"{name} in {tensor.file} has dtype {tensor.dtype} where a float weight is due; this build reads "
-                f"{', '.join(FLOAT_DTYPES)} (float16 is converted), so use an unquantised checkpoint"
+                f"{name} in {tensor.file} has dtype {tensor.dtype} where a float weight is due; this build "
+                f"reads {', '.join(FLOAT_DTYPES)}, so use an unquantised checkpoint"
             )
         if shape is not None and tensor.shape != shape:
             raise CheckpointError(
-                f"{name} in {tensor.file} has shape {list(tensor.shape)}, but config.json implies {list(shape)}; "
-                "the config and the weights are of different models"
+                f"{name} in {tensor.file} has shape {list(tensor.shape)}, but config.json implies "
+                f"{list(shape)}; the config and the weights are of different models"
             )
         return tensor
 
@@ -124,7 +123,7 @@ class Checkpoint:
         return self._read_bytes(tensor, tensor.shape, offset=0, num_bytes=tensor.num_bytes)
 
     def read_item(self, name: str, idx: int, *, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Item `idx` along the first dim; items of one tensor are read in ascending order, so that it can be hashed.
+        """Item `idx` along the first dim; read them in ascending order, or the tensor is not hashed whole.
 
         Raises: CheckpointError as `read` does.
         """
@@ -141,9 +140,12 @@ class Checkpoint:
             ]
         )
 
-    def _read_bytes(self, tensor: StoredTensor, shape: tuple[int, ...], *, offset: int, num_bytes: int) -> Tensor:
+    def _read_bytes(
+        self, tensor: StoredTensor, shape: tuple[int, ...], *, offset: int, num_bytes: int
+    ) -> Tensor:
         out = torch.empty(shape, dtype=FLOAT_DTYPES[tensor.dtype])
-        view = memoryview(out.view(-1).view(torch.uint8).numpy()) if num_bytes else memoryview(b"")
+        flat: Any = out.view(-1).view(torch.uint8).numpy()  # shares out's memory
+        view = memoryview(flat)
         try:
             with open(tensor.file, "rb", buffering=0) as file:
                 file.seek(tensor.start + offset)
@@ -151,14 +153,16 @@ class Checkpoint:
                 while num_read < num_bytes and (count := file.readinto(view[num_read:])):
                     num_read += count
         except OSError as error:
-            raise CheckpointError(f"{tensor.file} cannot be read at {tensor.name}: {error.strerror}") from error
+            raise CheckpointError(
+                f"{tensor.file} cannot be read at {tensor.name}: {error.strerror}"
+            ) from error
         if num_read < num_bytes:
             raise CheckpointError(
-                f"{tensor.file} ends inside {tensor.name}: {num_read} of {num_bytes} bytes read; the file was cut "
-                "short, so copy or download it again"
+                f"{tensor.file} ends inside {tensor.name}: {num_read} of {num_bytes} bytes read; the file "
+                "was cut short, so copy or download it again"
             )
         self._hash(tensor.name, view, offset)
-        _check_finite(tensor, out, first=offset * len(shape) and offset // out.element_size())
+        _check_finite(tensor, out, first=offset // out.element_size())
         return out
 
     def _hash(self, name: str, data: memoryview, offset: int) -> None:
@@ -179,27 +183,30 @@ def _check_finite(tensor: StoredTensor, values: Tensor, *, first: int) -> None:
     bad = (~torch.isfinite(values)).view(-1)
     position = first + int(bad.to(torch.uint8).argmax())
     raise CheckpointError(
-        f"{tensor.name} in {tensor.file} holds {int(bad.sum())} values that are NaN or infinite, the first at "
-        f"element {position}; the file is damaged or was saved from a diverged run"
+        f"{tensor.name} in {tensor.file} holds {int(bad.sum())} values that are NaN or infinite, the first "
+        f"at element {position}; the file is damaged or was saved from a diverged run"
     )
 
 
 def read_header(file: Path) -> tuple[StoredTensor, ...]:
     """The tensors that a safetensors file declares, checked to cover its bytes exactly.
 
-    Raises: CheckpointError for anything that the format forbids, and for a file shorter or longer than declared.
+    Raises: CheckpointError for anything that the format forbids, and for a file shorter or longer than it
+            says.
     """
     try:
         file_bytes = file.stat().st_size
         with open(file, "rb") as stream:
             start = stream.read(max(8, len(_LFS_POINTER)))
             if start.startswith(_LFS_POINTER):
-                raise CheckpointError(f"{file} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
+                raise CheckpointError(
+                    f"{file} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`"
+                )
             header_bytes = int.from_bytes(start[:8], "little")
             if file_bytes < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
                 raise CheckpointError(
-                    f"{file} is not a whole safetensors file: {file_bytes} bytes, its first 8 announce a header of "
-                    f"{header_bytes} (at most {MAX_HEADER_BYTES}); copy or download it again"
+                    f"{file} is not a whole safetensors file: {file_bytes} bytes, its first 8 announce a "
+                    f"header of {header_bytes} (at most {MAX_HEADER_BYTES}); copy or download it again"
                 )
             stream.seek(8)
             text = stream.read(header_bytes)
@@ -208,7 +215,9 @@ def read_header(file: Path) -> tuple[StoredTensor, ...]:
     try:
         header = json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"the header of {file} is not the JSON of a safetensors file: {error}") from error
+        raise CheckpointError(
+            f"the header of {file} is not the JSON of a safetensors file: {error}"
+        ) from error
     if not isinstance(header, dict):
         raise CheckpointError(f"the header of {file} is not a JSON object")
     header.pop("__metadata__", None)
@@ -217,8 +226,8 @@ def read_header(file: Path) -> tuple[StoredTensor, ...]:
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
         if tensor.start != end:
             raise CheckpointError(
-                f"{tensor.name} in {file} starts at byte {tensor.start} where {end} is due: tensors must neither "
-                "overlap nor leave holes"
+                f"{tensor.name} in {file} starts at byte {tensor.start} where {end} is due: tensors must "
+                "neither overlap nor leave holes"
             )
         end += tensor.num_bytes
     if end != file_bytes:
@@ -243,10 +252,16 @@ def _stored(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{name} in {file} lacks a sound dtype, shape or data_offsets") from error
     if dtype not in _ITEM_BYTES:
-        raise CheckpointError(f"{name} in {file} has the unknown dtype {dtype!r}; {nearest(str(dtype), _ITEM_BYTES)}")
+        raise CheckpointError(
+            f"{name} in {file} has the unknown dtype {dtype!r}; {nearest(str(dtype), _ITEM_BYTES)}"
+        )
     numbers = (*shape, first, last)
-    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
-        raise CheckpointError(f"{name} in {file} has shape {list(shape)} and data_offsets {[first, last]}: not sizes")
+    if not all(
+        isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers
+    ):
+        raise CheckpointError(
+            f"{name} in {file} has shape {list(shape)} and data_offsets {[first, last]}: not sizes"
+        )
     size = _ITEM_BYTES[dtype]
     for count in shape:
         size *= count
@@ -254,13 +269,17 @@ def _stored(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
         raise CheckpointError(
             f"{name} in {file} is {dtype} {list(shape)}, which takes {size} bytes, but has {last - first}"
         )
-    return StoredTensor(name=name, dtype=dtype, shape=shape, file=file, start=data_start + first, num_bytes=size)
+    return StoredTensor(
+        name=name, dtype=dtype, shape=shape, file=file, start=data_start + first, num_bytes=size
+    )
 
 
 def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The safetensors files of a folder in order, and the index's map of key to file name where there is one."""
+    """The safetensors files of a folder in order, and the index's map of key to file name if there is one."""
     if folder.is_file():
-        raise CheckpointError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
+        raise CheckpointError(
+            f"{folder} is a file; give the folder that holds config.json and the safetensors files"
+        )
     if not folder.is_dir():
         raise CheckpointError(
             f"there is no folder {folder}; weights are read from a local folder, so download the model first "
@@ -268,8 +287,9 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         )
     if (folder / "adapter_config.json").exists():
         raise CheckpointError(
-            f"{folder} holds an adapter (adapter_config.json), not a whole model; merge it into its base model first "
-            "(peft: merge_and_unload) or, if the weights are merged already, remove the adapter's files"
+            f"{folder} holds an adapter (adapter_config.json), not a whole model; merge it into its base "
+            "model first (peft: merge_and_unload) or, if the weights are merged already, remove the "
+            "adapter's files"
         )
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if index.exists():
@@ -277,7 +297,8 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
         names = sorted(set(placed.values()))
         if single.exists() and SINGLE_FILE not in names:
             raise CheckpointError(
-                f"{folder} holds both {SINGLE_FILE} and {INDEX_FILE}, which lists other files; remove the stale one"
+                f"{folder} holds both {SINGLE_FILE} and {INDEX_FILE}, which lists other files; remove the "
+                "stale one"
             )
         for name in names:
             if not (folder / name).is_file():
@@ -295,12 +316,14 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
 def _no_safetensors(folder: Path) -> str:
     found = sorted(file.name for file in folder.glob("*.safetensors"))
     if found:
-        return f"{folder} holds {', '.join(found[:3])} but neither {SINGLE_FILE} nor {INDEX_FILE}; add the index"
+        return (
+            f"{folder} holds {', '.join(found[:3])} but neither {SINGLE_FILE} nor {INDEX_FILE}; add the index"
+        )
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         return (
-            f"{folder} holds its weights as pickle ({', '.join(pickles[:3])}), which can run code when opened and is "
-            "never read; convert it with transformers: "
+            f"{folder} holds its weights as pickle ({', '.join(pickles[:3])}), which can run code when "
+            "opened and is never read; convert it with transformers: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
         )
     names = sorted(file.name for file in folder.iterdir())
@@ -314,7 +337,9 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         content = json.loads(index.read_bytes())
         placed = content["weight_map"]
-        is_sound = isinstance(placed, dict) and placed and all(isinstance(file, str) for file in placed.values())
+        is_sound = (
+            isinstance(placed, dict) and placed and all(isinstance(file, str) for file in placed.values())
+        )
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{index} is not the JSON of an index: {error!r}") from error
     except OSError as error:
@@ -323,7 +348,9 @@ def _read_index(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index} needs a weight_map from tensor names to file names")
     for file in set(placed.values()):
         if not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
-            raise CheckpointError(f"{index} lists {file!r}: only safetensors files of the same folder are read")
+            raise CheckpointError(
+                f"{index} lists {file!r}: only safetensors files of the same folder are read"
+            )
     return placed
 
 
@@ -336,11 +363,6 @@ def _check_index(folder: Path, placed: Mapping[str, str], tensors: Mapping[str, 
     extra = sorted(set(tensors) - set(placed))
     if extra:
         raise CheckpointError(
-            f"{folder / INDEX_FILE} does not list {len(extra)} tensors that its shards hold, such as {extra[0]} in "
-            f"{tensors[extra[0]].file.name}; the index and the shards are of different exports"
+            f"{folder / INDEX_FILE} does not list {len(extra)} tensors that its shards hold, such as "
+            f"{extra[0]} in {tensors[extra[0]].file.name}; the index and the shards are of different exports"
         )
-
-
-def describe_bytes(tensors: Mapping[str, StoredTensor]) -> str:
-    """`12 tensors, 3.4 MB`, for log lines."""
-    return f"{len(tensors)} tensors, {format_bytes(sum(tensor.num_bytes for tensor in tensors.values()))}"

@@ -1,0 +1,200 @@
+"""Which tensor of a checkpoint fills which parameter, settled from names and shapes before a weight is read.
+
+Every key is either consumed or declared unused by the family; every parameter is filled. Anything else is an
+error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from moesaic.errors import CheckpointError
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.names import Keys, PerExpert, Stacked, Unused, WeightMap
+from moesaic.models.parameter import Half, Shape, layer_parameters
+from moesaic.spec.model import ModelSpec, MoeSpec
+
+_SHOWN = 5  # names in one error message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filling:
+    """One tensor and the parameter it fills.
+
+    In half "experts" `name` is gate, up, down or gate_up; with `expert_id` None the tensor holds all experts.
+    """
+
+    key: str
+    shape: Shape
+    half: Half | Literal["model", "experts"]
+    name: str
+    layer_idx: int | None = None
+    expert_id: int | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in the tensor."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnusedTensor:
+    """A tensor that is known and not read into the model."""
+
+    key: str
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accounting:
+    """All tensors of a checkpoint: those that fill parameters, in reading order, and those that do not."""
+
+    fillings: tuple[Filling, ...]
+    unused: tuple[UnusedTensor, ...]
+    tied_head: str | None = None  # the key of a stored head that must equal the embedding it is tied to
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of the tensors that are known and unused."""
+        return sum(tensor.num_bytes for tensor in self.unused)
+
+
+def account(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Accounting:
+    """Settle every key and every parameter.
+
+    Raises: CheckpointError naming parameters that nothing fills and keys that nothing consumes (the first
+            few and how many), a tensor of another shape or dtype, and experts in a model without, or a model
+            with experts in a checkpoint without.
+    """
+    missing: list[str] = []
+    fillings = [*_model_fillings(spec, names), *_layer_fillings(checkpoint, spec, names)]
+    known = {filling.key for filling in fillings}
+    for filling in fillings:
+        if filling.key in checkpoint.tensors:
+            checkpoint.stored(filling.key, shape=filling.shape)
+        else:
+            missing.append(filling.key)
+    tied_head = names.head if spec.has_tied_head and names.head in checkpoint.tensors else None
+    unused, unknown = [], []
+    for key in sorted(checkpoint.names - known - {tied_head}):
+        reason = _reason_unused(key, checkpoint, len(spec.layers), names.unused)
+        if reason is None:
+            unknown.append(key)
+        else:
+            unused.append(UnusedTensor(key=key, num_bytes=checkpoint.tensors[key].num_bytes, reason=reason))
+    if missing or unknown:
+        raise CheckpointError(_explain(checkpoint, spec, missing, unknown))
+    if tied_head is not None:
+        checkpoint.stored(tied_head, shape=(spec.vocab, spec.hidden))
+        num_bytes = checkpoint.tensors[tied_head].num_bytes
+        reason = "equal to the embedding that the head is tied to"
+        unused.append(UnusedTensor(key=tied_head, num_bytes=num_bytes, reason=reason))
+    return Accounting(fillings=tuple(fillings), unused=tuple(unused), tied_head=tied_head)
+
+
+def _model_fillings(spec: ModelSpec, names: WeightMap) -> Iterator[Filling]:
+    table = (spec.vocab, spec.hidden)
+    yield Filling(key=names.embedding, shape=table, half="model", name="embedding")
+    yield Filling(key=names.norm, shape=(spec.hidden,), half="model", name="norm")
+    if not spec.has_tied_head:
+        yield Filling(key=names.head, shape=table, half="model", name="head")
+
+
+def _layer_fillings(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Iterator[Filling]:
+    for layer_idx, layer in enumerate(spec.layers):
+        prefix = names.layer_prefix.format(layer=layer_idx)
+        for half, parameters in layer_parameters(layer, spec.hidden).items():
+            for name, shape in parameters.items():
+                key = _spelling(checkpoint, prefix, names.layers[half][name])
+                yield Filling(key=key, shape=shape, half=half, name=name, layer_idx=layer_idx)
+        if isinstance(layer.ffn, MoeSpec):
+            yield from _expert_fillings(checkpoint, prefix, layer.ffn, names, layer_idx)
+
+
+def _spelling(checkpoint: Checkpoint, prefix: str, keys: Keys) -> str:
+    spellings = [prefix + key for key in ((keys,) if isinstance(keys, str) else keys)]
+    return next((key for key in spellings if key in checkpoint.tensors), spellings[0])
+
+
+def _expert_fillings(
+    checkpoint: Checkpoint, prefix: str, moe: MoeSpec, names: WeightMap, layer_idx: int
+) -> Iterator[Filling]:
+    F, D = moe.expert_width, moe.row_width
+    layout = _expert_layout(checkpoint, prefix, names, layer_idx)
+    if isinstance(layout, Stacked):
+        E = moe.num_experts
+        for name, shape in {"gate_up": (E, 2 * F, D), "down": (E, D, F)}.items():
+            key = prefix + getattr(layout, name)
+            yield Filling(key=key, shape=shape, half="experts", name=name, layer_idx=layer_idx)
+        return
+    for expert_id in range(moe.num_experts):
+        for name, part_shape in {"gate": (F, D), "up": (F, D), "down": (D, F)}.items():
+            yield Filling(
+                key=prefix + getattr(layout, name).format(expert=expert_id),
+                shape=part_shape,
+                half="experts",
+                name=name,
+                layer_idx=layer_idx,
+                expert_id=expert_id,
+            )
+
+
+def _expert_layout(
+    checkpoint: Checkpoint, prefix: str, names: WeightMap, layer_idx: int
+) -> PerExpert | Stacked:
+    """The layout of which this layer's first key is there."""
+    first_keys = [
+        prefix + (layout.gate_up if isinstance(layout, Stacked) else layout.gate.format(expert=0))
+        for layout in names.experts
+    ]
+    for layout, key in zip(names.experts, first_keys, strict=True):
+        if key in checkpoint.tensors:
+            return layout
+    raise CheckpointError(
+        f"config.json gives layer {layer_idx} experts, but {checkpoint.path} has none there (neither "
+        f"{' nor '.join(first_keys)}); the config and the weights are of different models"
+    )
+
+
+def _reason_unused(
+    key: str, checkpoint: Checkpoint, num_layers: int, declared: tuple[Unused, ...]
+) -> str | None:
+    for unused in declared:
+        match = re.fullmatch(unused.pattern, key)
+        if match is None:
+            continue
+        if unused.marker is None:
+            return unused.reason
+        marker = key[: match.end(1)] + "." + unused.marker
+        if int(match.group(1)) >= num_layers and marker in checkpoint.tensors:
+            return unused.reason
+    return None
+
+
+def _explain(checkpoint: Checkpoint, spec: ModelSpec, missing: list[str], unknown: list[str]) -> str:
+    parts = []
+    if missing:
+        parts.append(f"{len(missing)} parameters are filled by no tensor: {_few(missing)}")
+    if unknown:
+        parts.append(f"{len(unknown)} tensors fill no parameter: {_few(unknown)}")
+    message = f"{checkpoint.path} does not match its config.json ({spec.model_type}): {'; '.join(parts)}"
+    if any(".experts." in key for key in unknown) and not spec.moe_layers:
+        return f"{message}. The checkpoint has experts, the config describes a dense model"
+    beyond = [
+        key
+        for key in unknown
+        if (m := re.search(r"\.layers\.(\d+)\.", key)) and int(m[1]) >= len(spec.layers)
+    ]
+    if beyond:
+        return f"{message}. The config has {len(spec.layers)} layers, the checkpoint more"
+    return f"{message}. Take config.json and weights from the same source"
+
+
+def _few(keys: list[str]) -> str:
+    rest = len(keys) - _SHOWN
+    return ", ".join(keys[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,292 @@
+"""From a folder to a model that runs: spec, numerics, ops, weights streamed into their places, and the proof.
+
+The only file of the room that knows all the others. Families differ by their `WeightMap` and their spec
+alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from torch import Tensor
+
+from moesaic.errors import CheckpointError, UnsupportedModelError, nearest
+from moesaic.experts.ffn import LoopFfn
+from moesaic.experts.router import Router
+from moesaic.experts.store import ResidentStore
+from moesaic.hashing import digest
+from moesaic.kernels.invariance import InvarianceProof
+from moesaic.kernels.ops import Ops, choose
+from moesaic.layers.attention import GqaAttention, PagedAttend
+from moesaic.layers.mla import MlaAttention
+from moesaic.layers.norm import RmsNorm
+from moesaic.layers.rope import RopeTable
+from moesaic.models.accounting import Accounting, account
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.decoder import Decoder, DecoderLayer, FfnHalf, Mixer, MixerHalf
+from moesaic.models.deepseek_v3 import DEEPSEEK_V3
+from moesaic.models.dense_block import DenseBlock
+from moesaic.models.llama import LLAMA
+from moesaic.models.mixtral import MIXTRAL
+from moesaic.models.moe_block import Dense, MoeBlock
+from moesaic.models.names import WeightMap
+from moesaic.models.olmoe import OLMOE
+from moesaic.models.qwen3_moe import QWEN3_MOE
+from moesaic.models.weights import (
+    Progress,
+    Weights,
+    check_memory,
+    matmul_shapes,
+    read_weights,
+    router_shapes,
+    weight_bytes_of,
+)
+from moesaic.parallel.dispatch.local import Local
+from moesaic.parallel.dispatch.staged import Staged
+from moesaic.spec.families import read_config
+from moesaic.spec.model import DenseSpec, GqaSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from moesaic.spec.numerics import DType, Numerics
+from moesaic.spec.numerics import preset as numerics_of
+
+FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
+    {
+        "llama": LLAMA,
+        "qwen3_moe": QWEN3_MOE,
+        "olmoe": OLMOE,
+        "mixtral": MIXTRAL,
+        "deepseek_v3": DEEPSEEK_V3,
+    }
+)
+"""The families that run; `spec.families.RUNNABLE` says the same without torch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LoadedModel:
+    """A model in memory and everything that says what it is."""
+
+    spec: ModelSpec
+    numerics: Numerics
+    ops: Ops
+    decoder: Decoder
+    store: ResidentStore | None  # None: a dense model
+    weight_bytes: int  # in memory, in the numerics' formats
+    accounting: Accounting
+    model_digest: str  # of the spec and of every byte that was read
+    proof: InvarianceProof
+
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms inside latent attention, whatever the model's own is.
+Source: DeepSeek-V3's reference code builds them with its default, and so does transformers 5."""
+
+
+def load(
+    path: str | Path,
+    *,
+    num_threads: int,
+    preset: str = "portable",
+    dtype: DType | None = None,
+    available_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Read config.json and the weights beside it.
+
+    `dtype` None is the checkpoint's own (float32 for float16, which it holds exactly).
+
+    Units:  available_bytes is what the weights may take of this machine's memory; None: not checked.
+    Raises: ConfigError for the config; UnsupportedModelError naming what the engine lacks; CheckpointError
+            for the weights; HostMemoryShort before any weight is read; KernelUnavailable when the proof
+            fails.
+    """
+    spec = read_spec(path)
+    checkpoint = Checkpoint.open(path)
+    numerics = numerics_of(preset, dtype=dtype or spec.dtype)
+    return build(
+        checkpoint,
+        spec,
+        numerics,
+        num_threads=num_threads,
+        available_bytes=available_bytes,
+        progress=progress,
+    )
+
+
+def read_spec(path: str | Path) -> ModelSpec:
+    """The spec that a folder's config.json describes; no weights.
+
+    Raises: CheckpointError for a file that is missing or no JSON; ConfigError for what it says.
+    """
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error.strerror}); a model is a local folder with config.json and "
+            "safetensors"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    return read_config(config, name=str(file))
+
+
+def build(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    numerics: Numerics,
+    *,
+    num_threads: int,
+    available_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """A model of `spec` from an opened checkpoint; what `load` does once it knows the spec.
+
+    Raises: as `load`, but for the config.
+    """
+    names = _family(spec)
+    accounting = account(checkpoint, spec, names)
+    check_memory(checkpoint, accounting, numerics, available_bytes)
+    ops = choose(numerics, num_threads=num_threads)
+    proof = ops.prove(
+        matmul_shapes(accounting),
+        float32_weights=router_shapes(accounting),
+        heads=[_head_widths(layer.mixer) for layer in spec.layers if layer.mixer is not None],
+    )
+    weights = read_weights(checkpoint, spec, numerics, accounting, progress)
+    return LoadedModel(
+        spec=spec,
+        numerics=numerics,
+        ops=ops,
+        decoder=_decoder(spec, weights, ops),
+        store=weights.store,
+        weight_bytes=weight_bytes_of(accounting, numerics),
+        accounting=accounting,
+        model_digest=digest([digest(spec), checkpoint.digest()]),
+        proof=proof,
+    )
+
+
+def _family(spec: ModelSpec) -> WeightMap:
+    """The names of a spec's family.
+
+    Raises: UnsupportedModelError naming each feature that the engine lacks.
+    """
+    if spec.runnable_reasons:
+        raise UnsupportedModelError(
+            f"{spec.model_type} is not run by this build: {'; '.join(spec.runnable_reasons)}. "
+            f"Families that run: {', '.join(FAMILIES)}"
+        )
+    if spec.family not in FAMILIES:
+        raise UnsupportedModelError(
+            f"no model is built for family {spec.family!r}; {nearest(spec.family, FAMILIES)}"
+        )
+    ignored = [name for name, neutral in _NEUTRAL.items() if getattr(spec, name) != neutral]
+    if ignored:
+        raise UnsupportedModelError(
+            f"{spec.model_type} needs {', '.join(f'{name} = {getattr(spec, name)}' for name in ignored)}, "
+            f"which the decoder does not compute. Families that run: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[spec.family]
+
+
+def _head_widths(mixer: object) -> tuple[int, int]:
+    """Key width and value width of a head, as attention sees it."""
+    if isinstance(mixer, MlaSpec):
+        return mixer.kv_lora_rank + mixer.rope_dim, mixer.kv_lora_rank
+    assert isinstance(mixer, GqaSpec), "other mixers were refused by the accounting"
+    return mixer.head_dim, mixer.head_dim
+
+
+_NEUTRAL: Mapping[str, object] = MappingProxyType(
+    {
+        "embedding_scale": 1.0,
+        "logit_scale": 1.0,
+        "norm": "rms",
+        "has_norm_bias": False,
+        "has_head_bias": False,
+        "residual_scale": 1.0,
+        "logit_softcap": None,
+    }
+)
+
+
+def _decoder(spec: ModelSpec, weights: Weights, ops: Ops) -> Decoder:
+    parts = _Parts(spec, weights, ops)
+    embedding_VD = weights.model["embedding"]
+    return Decoder(
+        embedding_VD=embedding_VD,
+        layers=[parts.layer(layer_idx, layer) for layer_idx, layer in enumerate(spec.layers)],
+        norm=parts.norm(weights.model["norm"]),
+        head_VD=embedding_VD if spec.has_tied_head else weights.model["head"],
+        ops=ops,
+    )
+
+
+class _Parts:
+    """Makes the layers of one model; what layers share (rope tables, the dispatcher) is made once."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.ops = ops
+        self.ropes: dict[RopeSpec, RopeTable] = {}
+        self.dispatcher = Local(spec.moe_layers, ops.numerics)
+        self.num_moe = 0
+
+    def layer(self, layer_idx: int, layer: LayerSpec) -> DecoderLayer:
+        """The layer, with its weights."""
+        weights, mixer, ffn = self.weights.layers[layer_idx], None, None
+        if layer.mixer is not None:
+            mixer = MixerHalf(
+                norm=self.norm(weights["norm"]["mixer"]), mixer=self.mixer(layer_idx, layer.mixer)
+            )
+        if layer.ffn is not None:
+            ffn = FfnHalf(norm=self.norm(weights["norm"]["ffn"]), ffn=self.ffn(layer_idx, layer.ffn))
+        return DecoderLayer(mixer=mixer, ffn=ffn)
+
+    def norm(self, weight_D: Tensor) -> RmsNorm:
+        """A norm with the model's epsilon."""
+        return RmsNorm(weight_D, self.spec.norm_eps, self.ops)
+
+    def mixer(self, layer_idx: int, mixer: object) -> Mixer:
+        """Grouped-query or latent attention over one rank's pool."""
+        # Taken out, not looked up: latent attention keeps kv_b in a form of its own; this one can be freed.
+        weights = self.weights.layers[layer_idx].pop("mixer")
+        if isinstance(mixer, MlaSpec):
+            attend = PagedAttend.of(mixer, self.ops)
+            return MlaAttention(
+                mixer, weights, self.ops, self.rope(mixer.rope), attend, norm_eps=LATENT_NORM_EPS
+            )
+        assert isinstance(mixer, GqaSpec), (
+            "other mixers have no parameters and were refused by the accounting"
+        )
+        attend = PagedAttend.of(mixer, self.ops, weights.get("sinks"))
+        rope = None if mixer.rope is None else self.rope(mixer.rope)
+        return GqaAttention(mixer, weights, self.ops, rope, attend, norm_eps=self.spec.norm_eps)
+
+    def rope(self, spec: RopeSpec) -> RopeTable:
+        """The table of a spec, shared by all layers that have it."""
+        if spec not in self.ropes:
+            self.ropes[spec] = RopeTable(spec, self.spec.max_position)
+        return self.ropes[spec]
+
+    def ffn(self, layer_idx: int, ffn: DenseSpec | MoeSpec) -> Dense | MoeBlock:
+        """The dense network, or the sparse block with one rank's dispatcher."""
+        weights = self.weights.layers[layer_idx]
+        if isinstance(ffn, DenseSpec):
+            return DenseBlock(ffn, weights["dense"], self.ops)
+        store = self.weights.store
+        assert store is not None, "a model with sparse layers has a store"
+        router = weights["router"]
+        self.num_moe += 1
+        return MoeBlock(
+            moe_idx=self.num_moe - 1,
+            router=Router(
+                ffn, router["weight"], router.get("selection_bias"), router.get("logit_bias"), self.ops
+            ),
+            routed=Staged(tokens=self.dispatcher, experts=self.dispatcher, ffn=LoopFfn(ffn, store, self.ops)),
+            shared=None if ffn.shared is None else DenseBlock(ffn.shared, weights["shared"], self.ops),
+        )

@@ -1,0 +1,99 @@
+"""How a checkpoint spells our parameters: the values that a family file is made of. No tensors, no reading.
+
+Keys of a layer are written below `layer_prefix`; where a checkpoint may use one of several spellings they
+stand in a tuple, and the first that is there counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from moesaic.models.parameter import Half
+
+Keys = str | tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerExpert:
+    """One tensor per part of each expert, as a linear layer stores it: gate and up [F, D], down [D, F]."""
+
+    gate: str  # each holds {expert}
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stacked:
+    """A layer's experts in two tensors: gate_up [E, 2F, D], gate rows before up rows, and down [E, D, F]."""
+
+    gate_up: str
+    down: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unused:
+    """Keys that a family knows and the engine does not read.
+
+    With a `marker`, `pattern`'s first group is a layer beyond the config's last, and the checkpoint must
+    hold the key `marker` in it: so that a config with too few layers is not taken for a model with extra
+    heads.
+    """
+
+    pattern: str  # matches whole keys
+    reason: str
+    marker: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightMap:
+    """A family: which key fills which of our parameters, by the half of a layer it belongs to."""
+
+    layers: Mapping[Half, Mapping[str, Keys]]  # our name -> key below the layer
+    experts: tuple[PerExpert | Stacked, ...] = ()  # layouts in which the routed experts may come
+    unused: tuple[Unused, ...] = ()
+    embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    layer_prefix: str = "model.layers.{layer}."
+
+
+def with_biases(names: Mapping[str, str]) -> Mapping[str, Keys]:
+    """`{"q": "q_proj"}` as weights and their biases: q -> q_proj.weight, q_bias -> q_proj.bias."""
+    found: dict[str, Keys] = {name: f"{module}.weight" for name, module in names.items()}
+    found.update({f"{name}_bias": f"{module}.bias" for name, module in names.items()})
+    return MappingProxyType(found)
+
+
+def gated(prefix: str) -> Mapping[str, Keys]:
+    """A gated feed-forward network in modules gate_proj, up_proj and down_proj below `prefix`."""
+    return with_biases({part: f"{prefix}.{part}_proj" for part in ("gate", "up", "down")})
+
+
+NORMS: Mapping[str, Keys] = MappingProxyType(
+    {"mixer": "input_layernorm.weight", "ffn": "post_attention_layernorm.weight"}
+)
+"""Llama's names for the norms before the two halves of a layer, taken over by most families."""
+
+GQA: Mapping[str, Keys] = MappingProxyType(
+    {
+        **with_biases({part: f"self_attn.{part}_proj" for part in "qkvo"}),
+        "q_norm": "self_attn.q_norm.weight",
+        "k_norm": "self_attn.k_norm.weight",
+    }
+)
+"""Llama's names for grouped-query attention, with the norms of queries and keys where a family has them."""
+
+PER_EXPERT = PerExpert(
+    gate="mlp.experts.{expert}.gate_proj.weight",
+    up="mlp.experts.{expert}.up_proj.weight",
+    down="mlp.experts.{expert}.down_proj.weight",
+)
+STACKED = Stacked(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj")
+"""As transformers 5 holds experts in memory."""
+
+ROTARY_BUFFERS = Unused(
+    pattern=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq",
+    reason="rotary frequencies follow from the config",
+)

@@ -1,0 +1,106 @@
+"""Which parameters a spec has and of what shape, under our names. Facts only: no keys, no tensors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from moesaic.errors import UnsupportedModelError
+from moesaic.spec.model import DenseSpec, GqaSpec, LayerSpec, MlaSpec, MoeSpec
+
+Shape = tuple[int, ...]
+Half = Literal["norm", "mixer", "dense", "router", "shared"]
+
+
+def layer_parameters(layer: LayerSpec, hidden: int) -> dict[Half, dict[str, Shape]]:
+    """Every parameter of a layer but its routed experts.
+
+    Raises: UnsupportedModelError for a mixer that is not built.
+    """
+    found: dict[Half, dict[str, Shape]] = {"norm": {}}
+    if layer.mixer is not None:
+        found["norm"]["mixer"] = (hidden,)
+        found["mixer"] = mixer_parameters(layer.mixer, hidden)
+    if layer.ffn is not None:
+        found["norm"]["ffn"] = (hidden,)
+    if isinstance(layer.ffn, DenseSpec):
+        found["dense"] = dense_parameters(layer.ffn, hidden)
+    if isinstance(layer.ffn, MoeSpec):
+        found["router"] = router_parameters(layer.ffn, hidden)
+        if layer.ffn.shared is not None:
+            found["shared"] = dense_parameters(layer.ffn.shared, hidden)
+    return found
+
+
+def mixer_parameters(mixer: object, hidden: int) -> dict[str, Shape]:
+    """The parameters of `GqaAttention` or `MlaAttention`.
+
+    Raises: UnsupportedModelError for another mixer.
+    """
+    if isinstance(mixer, GqaSpec):
+        return _gqa_parameters(mixer, hidden)
+    if isinstance(mixer, MlaSpec):
+        return _mla_parameters(mixer, hidden)
+    raise UnsupportedModelError(f"mixer {type(mixer).__name__} is not built; known: GqaSpec, MlaSpec")
+
+
+def _gqa_parameters(spec: GqaSpec, hidden: int) -> dict[str, Shape]:
+    query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    found: dict[str, Shape] = {
+        "q": (query, hidden),
+        "k": (key, hidden),
+        "v": (key, hidden),
+        "o": (hidden, query),
+    }
+    if spec.has_qkv_bias:
+        found |= {"q_bias": (query,), "k_bias": (key,), "v_bias": (key,)}
+    if spec.has_out_bias:
+        found["o_bias"] = (hidden,)
+    if spec.qk_norm == "head":
+        found |= {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
+    if spec.qk_norm == "full":
+        found |= {"q_norm": (query,), "k_norm": (key,)}
+    if spec.has_sinks:
+        found["sinks"] = (spec.num_heads,)
+    return found
+
+
+def _mla_parameters(spec: MlaSpec, hidden: int) -> dict[str, Shape]:
+    heads, latent = spec.num_heads, spec.kv_lora_rank
+    query = heads * (spec.nope_dim + spec.rope_dim)
+    found: dict[str, Shape] = {
+        "kv_a": (latent + spec.rope_dim, hidden),
+        "kv_a_norm": (latent,),
+        "kv_b": (heads * (spec.nope_dim + spec.value_dim), latent),
+        "o": (hidden, heads * spec.value_dim),
+    }
+    if spec.has_bias:
+        found |= {"kv_a_bias": (latent + spec.rope_dim,), "o_bias": (hidden,)}
+    if spec.q_lora_rank is None:
+        return found | {"q": (query, hidden)}
+    rank = spec.q_lora_rank
+    if spec.has_bias:
+        found["q_a_bias"] = (rank,)
+    return found | {"q_a": (rank, hidden), "q_a_norm": (rank,), "q_b": (query, rank)}
+
+
+def dense_parameters(spec: DenseSpec, hidden: int) -> dict[str, Shape]:
+    """The parameters of `DenseBlock`."""
+    inner = ("gate", "up") if spec.is_gated else ("up",)
+    found: dict[str, Shape] = dict.fromkeys(inner, (spec.width, hidden))
+    found["down"] = (hidden, spec.width)
+    if spec.has_bias:
+        found |= dict.fromkeys([f"{name}_bias" for name in inner], (spec.width,))
+        found["down_bias"] = (hidden,)
+    if spec.has_output_gate:
+        found["output_gate"] = (1, hidden)
+    return found
+
+
+def router_parameters(spec: MoeSpec, hidden: int) -> dict[str, Shape]:
+    """The parameters of `Router`."""
+    found: dict[str, Shape] = {"weight": (spec.num_experts, hidden)}
+    if spec.gate.has_selection_bias:
+        found["selection_bias"] = (spec.num_experts,)
+    if spec.gate.has_logit_bias:
+        found["logit_bias"] = (spec.num_experts,)
+    return found

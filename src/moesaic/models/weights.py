@@ -1,0 +1,146 @@
+"""The weights of a model on their way from the checkpoint to their places, and the memory that this takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import CheckpointError, HostMemoryShort
+from moesaic.experts.blob import Part
+from moesaic.experts.store import ExpertLoader, ResidentStore
+from moesaic.kernels.formats import torch_dtype
+from moesaic.models.accounting import Accounting, Filling
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.spec.model import ModelSpec
+from moesaic.spec.numerics import DTYPE_BYTES, DType, Numerics
+from moesaic.units import format_bytes
+
+Progress = Callable[[int, int], None]
+"""Told the bytes of the checkpoint that were read, and all that will be."""
+
+
+def check_memory(
+    checkpoint: Checkpoint, accounting: Accounting, numerics: Numerics, available_bytes: int | None
+) -> None:
+    """Refuse a load that cannot end well, before it starts; `available_bytes` None: not checked.
+
+    Raises: HostMemoryShort with what is needed and what there is.
+    """
+    weight_bytes = weight_bytes_of(accounting, numerics)
+    read_bytes = max(
+        checkpoint.tensors[filling.key].num_bytes // _num_items(filling) for filling in accounting.fillings
+    )
+    need = weight_bytes + read_bytes
+    if available_bytes is not None and need > available_bytes:
+        raise HostMemoryShort(
+            f"{checkpoint.path} needs {format_bytes(need)} of memory (weights in {numerics.seam_dtype} "
+            f"{format_bytes(weight_bytes)}, one tensor while it is read {format_bytes(read_bytes)}), and "
+            f"{format_bytes(available_bytes)} are available; free memory, use a larger machine or a smaller "
+            "model"
+        )
+
+
+def _num_items(filling: Filling) -> int:
+    """In how many parts a tensor is read: stacked experts one by one, all else whole."""
+    return filling.shape[0] if filling.half == "experts" and filling.expert_id is None else 1
+
+
+def weight_bytes_of(accounting: Accounting, numerics: Numerics) -> int:
+    """Bytes of the weights in memory."""
+    return sum(
+        filling.num_elements * DTYPE_BYTES[_kept(filling, numerics)] for filling in accounting.fillings
+    )
+
+
+def _kept(filling: Filling, numerics: Numerics) -> DType:
+    """The dtype a tensor ends in: routers and the per-head maps of latent attention compute in float32."""
+    is_wide = filling.half == "router" or (filling.half == "mixer" and filling.name == "kv_b")
+    return "float32" if is_wide else numerics.seam_dtype
+
+
+def matmul_shapes(accounting: Accounting) -> tuple[tuple[int, int], ...]:
+    """The shapes [F, D] that a matmul in the seam dtype will see; gate and up of an expert are one matmul."""
+    found: dict[tuple[int, int], None] = {}
+    for filling in accounting.fillings:
+        if filling.name in ("embedding", "kv_b") or filling.half == "router" or len(filling.shape) < 2:
+            continue
+        rows, width = filling.shape[-2:]
+        is_half = filling.half == "experts" and filling.name in ("gate", "up")
+        found[2 * rows if is_half else rows, width] = None
+    return tuple(found)
+
+
+def router_shapes(accounting: Accounting) -> tuple[tuple[int, int], ...]:
+    """The shapes [E, D] of the matmuls in float32."""
+    shapes = [filling.shape for filling in accounting.fillings if filling.half == "router"]
+    return tuple({(shape[0], shape[1]): None for shape in shapes if len(shape) == 2})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Weights:
+    """Every tensor of a model in its final place."""
+
+    model: dict[str, Tensor]
+    layers: tuple[dict[str, dict[str, Tensor]], ...]  # by half, by our name
+    store: ResidentStore | None
+
+
+def read_weights(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    numerics: Numerics,
+    accounting: Accounting,
+    progress: Progress | None,
+) -> Weights:
+    """Stream the checkpoint; at most one tensor is held outside its place at any time."""
+    seam = torch_dtype(numerics.seam_dtype)
+    model: dict[str, Tensor] = {}
+    layers: tuple[dict[str, dict[str, Tensor]], ...] = tuple({} for _ in spec.layers)
+    experts = ExpertLoader(spec.moe_layers, numerics.formats) if spec.moe_layers else None
+    num_read, total = 0, sum(checkpoint.tensors[filling.key].num_bytes for filling in accounting.fillings)
+    for filling in accounting.fillings:
+        if filling.half == "experts":
+            assert experts is not None, "experts are accounted for in sparse layers only"
+            _read_experts(checkpoint, filling, experts)
+        else:
+            dtype = torch.float32 if filling.half == "router" else seam
+            tensor = checkpoint.read(filling.key, shape=filling.shape).to(dtype)
+            i = filling.layer_idx
+            place = model if i is None else layers[i].setdefault(filling.half, {})
+            place[filling.name] = tensor
+        num_read += checkpoint.tensors[filling.key].num_bytes
+        if progress is not None:
+            progress(num_read, total)
+    if accounting.tied_head is not None:
+        _check_tied(checkpoint, accounting.tied_head, model["embedding"])
+    return Weights(model=model, layers=layers, store=None if experts is None else experts.finish())
+
+
+def _read_experts(checkpoint: Checkpoint, filling: Filling, experts: ExpertLoader) -> None:
+    layer_idx = filling.layer_idx
+    assert layer_idx is not None, "experts belong to a layer"
+    if filling.expert_id is not None:
+        tensor = checkpoint.read(filling.key, shape=filling.shape)
+        experts.put(layer_idx, filling.expert_id, cast(Part, filling.name), tensor)
+        return
+    for expert_id in range(filling.shape[0]):
+        tensor = checkpoint.read_item(filling.key, expert_id, shape=filling.shape)
+        if filling.name == "gate_up":
+            gate_FD, up_FD = tensor.chunk(2)
+            experts.put(layer_idx, expert_id, "gate", gate_FD)
+            experts.put(layer_idx, expert_id, "up", up_FD)
+        else:
+            experts.put(layer_idx, expert_id, "down", tensor)
+
+
+def _check_tied(checkpoint: Checkpoint, key: str, embedding_VD: Tensor) -> None:
+    head_VD = checkpoint.read(key, shape=tuple(embedding_VD.shape))
+    if not torch.equal(head_VD.to(embedding_VD.dtype), embedding_VD):
+        raise CheckpointError(
+            f"config.json of {checkpoint.path} ties the head to the embedding, but {key} differs from it; "
+            f"set tie_word_embeddings to false if {key} is the head, or remove it"
+        )

@@ -1,0 +1,136 @@
+"""A request's logits have the same bits alone, among neighbours, chunked, whole, and after a prefix hit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import CONFIGS, write_checkpoint
+from paged import PagedModel, random_tokens
+from torch import Tensor
+
+from moesaic.experts.contract import Routing
+from moesaic.models.build import LoadedModel, load
+
+PROMPT = random_tokens(70, 256, seed=11)  # past every window of the test configs
+CONTINUATION = random_tokens(8, 256, seed=12)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def model(
+    request: pytest.FixtureRequest, dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> LoadedModel:
+    folder = write_checkpoint(
+        tmp_path_factory.mktemp("model"), CONFIGS[request.param](), dtype=getattr(torch, dtype)
+    )
+    loaded = load(folder, num_threads=1)
+    assert loaded.numerics.seam_dtype == dtype
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def alone(model: LoadedModel) -> tuple[Tensor, Tensor]:
+    """Logits of the prompt, computed in one step, and of the continuation, token by token."""
+    paged = PagedModel(model)
+    return paged.run("r", PROMPT), paged.run("r", CONTINUATION, chunk=1)
+
+
+@pytest.mark.parametrize("chunk", [7, 33])
+def test_chunked_is_whole(model: LoadedModel, alone: tuple[Tensor, Tensor], chunk: int) -> None:
+    prefill, decode = alone
+    paged = PagedModel(model, seed=1)
+    assert torch.equal(paged.run("r", PROMPT, chunk=chunk), prefill)
+    assert torch.equal(paged.run("r", CONTINUATION, chunk=3), decode)
+
+
+def test_one_by_one_is_whole_though_each_expert_has_one_row(
+    model: LoadedModel, alone: tuple[Tensor, Tensor]
+) -> None:
+    rows_seen: list[set[int]] = []
+
+    def observe(moe_idx: int, routing: Routing) -> None:
+        rows_seen.append(set(routing.experts_TK.flatten().bincount().tolist()))
+
+    paged = PagedModel(model)
+    single = torch.cat([paged.step(("r", [token]), observe=observe)[0] for token in PROMPT])
+    assert torch.equal(single, alone[0])
+    assert len(rows_seen) == len(PROMPT) * len(model.spec.moe_layers)
+    assert all(rows <= {0, 1} for rows in rows_seen)
+    rows_seen.clear()
+    paged.step(("s", PROMPT), observe=observe)
+    assert all(max(rows) > 8 for rows in rows_seen)
+
+
+def test_neighbours_change_nothing(model: LoadedModel, alone: tuple[Tensor, Tensor]) -> None:
+    prefill, decode = alone
+    paged = PagedModel(model, seed=2)
+    paged.run("old", random_tokens(45, 256, seed=20))
+    for before, after in ((5, 1), (0, 40), (60, 3)):
+        name = f"r{before}"
+        rows = [
+            (f"x{name}", random_tokens(before, 256, seed=21)),
+            (name, PROMPT),
+            ("old", [3]),
+            (f"y{name}", random_tokens(after, 256, seed=22)),
+        ]
+        rows = [(other, tokens) for other, tokens in rows if tokens]
+        logits = dict(zip((other for other, _ in rows), paged.step(*rows), strict=True))
+        assert torch.equal(logits[name], prefill)
+    for i, token in enumerate(CONTINUATION):  # decode among decodes and a prefill, in another order each time
+        rows = [
+            ("old", [i]),
+            ("r5", [token]),
+            ("r0", [token]),
+            ("new", random_tokens(i * 5 + 1, 256, seed=i)),
+        ]
+        rows = rows[i % 4 :] + rows[: i % 4]
+        logits = dict(zip((name for name, _ in rows), paged.step(*rows), strict=True))
+        assert torch.equal(logits["r5"][-1], decode[i])
+        assert torch.equal(logits["r0"][-1], decode[i])
+
+
+def test_a_prefix_in_the_pool_changes_nothing(model: LoadedModel, alone: tuple[Tensor, Tensor]) -> None:
+    prefill, decode = alone
+    paged = PagedModel(model, seed=3)
+    paged.step(("other", random_tokens(9, 256, seed=30)), ("first", [*PROMPT[:60], 1, 2, 3]))
+    paged.fork("first", "r", 48)
+    assert torch.equal(paged.run("r", PROMPT[48:]), prefill[48:])
+    assert torch.equal(paged.run("r", CONTINUATION), decode)
+
+
+def test_what_a_block_held_before_changes_nothing(model: LoadedModel, alone: tuple[Tensor, Tensor]) -> None:
+    prefill, _ = alone
+    paged = PagedModel(model, seed=4)
+    for layer_idx, layer in enumerate(model.spec.layers):
+        if layer.mixer is not None:
+            view = paged.pool.view(layer_idx, _empty_layout(paged))
+            view.key_pool[:-1].fill_(float("nan"))  # the last block is the pool's own zero block
+            if view.value_pool is not None:
+                view.value_pool[:-1].fill_(float("nan"))
+    assert torch.equal(paged.run("r", PROMPT, chunk=40), prefill)
+
+
+def _empty_layout(paged: PagedModel):  # type: ignore[no-untyped-def]
+    from moesaic.kv.pool import BatchLayout
+
+    return BatchLayout.of([], paged.pool)
+
+
+def test_the_comparison_can_fail(model: LoadedModel, alone: tuple[Tensor, Tensor]) -> None:
+    prefill, _ = alone
+    paged = PagedModel(model)
+    paged.run("r", PROMPT[:64])
+    paged.run("other", random_tokens(64, 256, seed=40))
+    paged.sequences["r"].blocks[0][3] = paged.sequences["other"].blocks[0][3]
+    assert not torch.equal(paged.run("r", PROMPT[64:]), prefill[64:])
+
+
+def test_an_idle_step_computes_nothing(model: LoadedModel) -> None:
+    paged = PagedModel(model)
+    seen: list[int] = []
+    assert paged.step(observe=lambda moe_idx, routing: seen.append(len(routing.experts_TK))) == []
+    assert seen == [0] * len(model.spec.moe_layers)
