@@ -31,7 +31,9 @@ class EngineSnapshot:
     output_tokens_total: int
     preemptions_total: int
     steps_total: int
-    active: Mapping[str, Any]  # numerics digest, backend, effects, self-test, layout: what runs and what was refused
+    active: Mapping[
+        str, Any
+    ]  # numerics digest, backend, effects, self-test, layout: what runs and what was refused
 
 
 class EngineClient(Protocol):

@@ -1,0 +1,1 @@
+"""Measure throughput and latency: workload, clients, timing, figures. The verb is `moesaic bench`."""

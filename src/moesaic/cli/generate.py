@@ -1,0 +1,180 @@
+"""`moesaic generate`: continue a prompt on the terminal, and show which experts fired."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moesaic.errors import ConfigError
+from moesaic.sched.request import SamplingParams
+
+if TYPE_CHECKING:
+    from moesaic.engine.llm import LLM
+    from moesaic.engine.transcript import Completion
+    from moesaic.spec.experts import ExpertLoad
+
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
+MAX_TOKENS = 256  # of this verb: a terminal is not the place for a whole context
+
+
+def generate_command(
+    model: Annotated[str, typer.Argument(help="A model folder, or demo for the packaged model.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue [default: standard input].")] = None,
+    chat: Annotated[bool, typer.Option(help="Put the prompt through the model's chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = MAX_TOKENS,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULTS["temperature"],
+    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this mass.")] = _DEFAULTS[
+        "top_p"
+    ],
+    top_k: Annotated[int | None, typer.Option(help="Draw from this many tokens [default: all].")] = None,
+    min_p: Annotated[
+        float, typer.Option(help="Leave out tokens below this part of the likeliest.")
+    ] = _DEFAULTS["min_p"],
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text [default: drawn].")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")] = False,
+    show_experts: Annotated[
+        bool, typer.Option("--show-experts", help="Show which experts fired, layer by layer.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when all is done.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16 [default: the checkpoint's].")
+    ] = None,
+    numerics: Annotated[str, typer.Option(help="Numerics preset: portable or fast.")] = "portable",
+    threads: Annotated[int | None, typer.Option(help="Threads to compute with [default: all].")] = None,
+) -> None:
+    """Continue a prompt on the terminal."""
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    text = _read_prompt(prompt)
+    from moesaic.engine.llm import LLM  # heavy: after the arguments were found good
+
+    with LLM(
+        model, progress=_progress(), max_num_seqs=1, preset=numerics, dtype=dtype, num_threads=threads
+    ) as llm:
+        prompt_ids = _encode_chat(llm, text) if chat else llm.encode(text)
+        completion = _stream(llm, prompt_ids, sampling, write=None if as_json else _write)
+        loads = llm.engine.expert_load(None)
+        layer_idxs = [layer_idx for layer_idx, _ in llm.engine.spec.moe_layers]
+        if as_json:
+            numerics_digest = llm.engine.snapshot().active["numerics_digest"]
+            typer.echo(json.dumps(_plain(text, completion, loads, layer_idxs, numerics_digest)))
+        elif show_experts:
+            _show_experts(loads, layer_idxs)
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise ConfigError("no prompt: give --prompt TEXT, or pipe a text into standard input")
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise ConfigError("the prompt is empty: give --prompt TEXT, or pipe a text into standard input")
+    return prompt
+
+
+def _encode_chat(llm: LLM, text: str) -> tuple[int, ...]:
+    from moesaic.text.template import ChatTemplate
+
+    folder, tokenizer = llm.engine.config.model, llm.tokenizer
+    template = None
+    if tokenizer is not None:
+        template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens)
+    if tokenizer is None or template is None:
+        raise ConfigError(
+            f"{folder} has no chat template: leave --chat out, or add chat_template.jinja there"
+        )
+    rendered = template.render([{"role": "user", "content": text}])
+    return tuple(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def _stream(
+    llm: LLM, prompt_ids: Sequence[int], sampling: SamplingParams, write: Callable[[str], None] | None
+) -> Completion:
+    """Show the text as it comes; an interrupt from the keyboard ends it like any error."""
+    for piece in llm.stream(prompt_ids, sampling):
+        if write is not None:
+            write(piece.text)
+        if piece.completion is not None:
+            if write is not None:
+                write("\n")
+            if piece.completion.error is not None:
+                raise ConfigError(f"the model failed on this prompt: {piece.completion.error}")
+            return piece.completion
+    raise RuntimeError("a stream ends with its completion")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _plain(
+    prompt: str,
+    completion: Completion,
+    loads: Sequence[ExpertLoad],
+    layer_idxs: Sequence[int],
+    numerics_digest: str,
+) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "num_prompt_tokens": len(completion.prompt_ids),
+        "numerics_digest": numerics_digest,
+        "experts": {
+            load.phase: {
+                "num_tokens": load.num_tokens,
+                "counts": {
+                    str(layer_idx): counts.tolist()
+                    for layer_idx, counts in zip(layer_idxs, load.counts, strict=True)
+                },
+            }
+            for load in loads
+        },
+    }
+
+
+def _show_experts(loads: Sequence[ExpertLoad], layer_idxs: Sequence[int]) -> None:
+    from rich.console import Console
+
+    from moesaic.cli.heat_map import draw
+    from moesaic.obs.load import total_counts
+
+    console = Console(highlight=False)
+    if not layer_idxs:
+        typer.echo("this model is dense: it has no experts")
+        return
+    num_tokens = sum(load.num_tokens for load in loads)
+    typer.echo(f"which experts fired over {num_tokens} tokens (brightest: the hottest of its layer)")
+    counts = total_counts(loads)
+    layers = list(zip(layer_idxs, counts, strict=True))
+    for line in draw(layers, width=console.width, is_plain=not console.is_terminal):
+        console.print(line, no_wrap=True, crop=False, soft_wrap=True)
+
+
+def _progress() -> Callable[[int, int], None] | None:
+    """Percent of the weights on standard error, when someone looks at it."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(done: int, total: int) -> None:
+        end = "\r\x1b[K" if done >= total else ""
+        sys.stderr.write(f"\rloading weights: {100 * done // max(total, 1)} %{end}")
+        sys.stderr.flush()
+
+    return show

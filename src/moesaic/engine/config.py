@@ -1,0 +1,273 @@
+"""What the user wishes of an engine, and the complete settings that follow from model and machine.
+
+`EngineConfig.resolve` decides everything once; nothing is written into a config later. The environment
+variables of the whole project are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from moesaic.engine.machine import Machine
+from moesaic.errors import CapacityError, ConfigError, nearest
+from moesaic.sched.capacity import pool_sizes, useful_bytes
+from moesaic.sched.ledger import CacheGroup, cache_groups
+from moesaic.sched.scheduler import Limits
+from moesaic.spec.model import ModelSpec
+from moesaic.spec.numerics import DTYPE_BYTES, PRESETS, DType, Numerics, Preset
+from moesaic.units import format_bytes, parse_bytes
+
+KV_FRACTION = 0.7  # guess: the rest is for activations, the page cache and other processes
+_COUNTS = ("max_num_seqs", "max_model_len", "max_tokens_per_step", "max_waiting", "kv_bytes", "num_threads")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """The user's wishes. None means: derived, by the rule beside the field."""
+
+    model: str  # folder of the checkpoint
+    preset: Preset = "portable"
+    dtype: DType | None = None  # None: the checkpoint's own
+    max_num_seqs: int = 32  # requests computed in one step
+    max_model_len: int | None = None  # prompt and output; None: the model's, or what the KV pool holds
+    max_tokens_per_step: int = 512  # longer prompts are computed in chunks
+    max_waiting: int = 1024
+    kv_bytes: int | None = None  # None: all that is useful, at most KV_FRACTION of what is free after loading
+    num_threads: int | None = None  # None: as many as this process may use
+    has_prefix_cache: bool = True
+    trace_routes: bool = False  # report which experts every token chose
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise ConfigError(f"preset {self.preset!r} is unknown; {nearest(self.preset, PRESETS)}")
+        if self.dtype is not None and self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"dtype {self.dtype!r} is unknown; {nearest(self.dtype, DTYPE_BYTES)}")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.max_tokens_per_step < self.max_num_seqs:
+            raise ConfigError(
+                f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): each running request takes a token of every step"
+            )
+
+    @classmethod
+    def parse(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
+        """From keyword options, as `LLM(path, **options)` takes them.
+
+        Raises: ConfigError naming the nearest known option.
+        """
+        known = [field.name for field in fields(cls) if field.name != "model"]
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"unknown engine option {name!r}; {nearest(name, known)}")
+        return cls(model=model, **options)
+
+    def with_environment(self, environment: Environment) -> EngineConfig:
+        """Wishes that were not stated, taken from the environment."""
+        return replace(
+            self,
+            kv_bytes=self.kv_bytes or environment.kv_bytes,
+            num_threads=self.num_threads or environment.num_threads,
+        )
+
+    def threads(self, machine: Machine) -> int:
+        """How many threads to compute with; needed before the weights are loaded.
+
+        Raises: ConfigError when more are asked for than this process may use.
+        """
+        if self.num_threads is not None and self.num_threads > machine.num_cpus:
+            raise ConfigError(
+                f"num_threads is {self.num_threads}, but this process may use {machine.num_cpus} processors "
+                f"({machine.cpu_source}): ask for at most {machine.num_cpus}"
+            )
+        return self.num_threads or machine.num_cpus
+
+    def resolve(self, spec: ModelSpec, numerics: Numerics, machine: Machine) -> ResolvedConfig:
+        """Everything decided. `machine` is read after the weights were loaded.
+
+        Raises: ConfigError for a context beyond the model's; CapacityError, with the arithmetic, when memory
+                does not hold the KV pool, or the pool not one request of `max_model_len`.
+        """
+        if self.max_model_len is not None and self.max_model_len > spec.max_position:
+            raise ConfigError(
+                f"max_model_len is {self.max_model_len}, but the model knows {spec.max_position} positions: "
+                "lower it"
+            )
+        kv_block = numerics.kv_block
+        groups = cache_groups(spec, numerics.kv_format, kv_block)
+        limits = Limits(
+            max_num_seqs=self.max_num_seqs,
+            max_tokens_per_step=self.max_tokens_per_step,
+            max_model_len=self.max_model_len or spec.max_position,
+            max_waiting=self.max_waiting,
+        )
+        budget_bytes, source = self._kv_budget(useful_bytes(groups, limits, kv_block), machine)
+        notes: tuple[str, ...] = ()
+        if self.max_model_len is None:
+            # Not asked for: the context is what the pool holds, if that is less than the model's.
+            sizes = pool_sizes(groups, budget_bytes, replace(limits, max_model_len=1), kv_block)
+            counts = [size for group, size in zip(groups, sizes, strict=True) if group.kind == "tokens"]
+            max_model_len = min([spec.max_position, *(count * kv_block for count in counts)])
+            if max_model_len < spec.max_position:
+                notes = (
+                    f"max_model_len is {max_model_len}, not the model's {spec.max_position}: a KV pool of "
+                    f"{format_bytes(budget_bytes)} holds no more; raise kv_bytes",
+                )
+                limits = replace(limits, max_model_len=max_model_len)
+        num_blocks = pool_sizes(groups, budget_bytes, limits, kv_block)
+        return ResolvedConfig(
+            model=self.model,
+            preset=self.preset,
+            num_threads=self.threads(machine),
+            limits=limits,
+            groups=groups,
+            num_blocks=num_blocks,
+            kv_block=kv_block,
+            kv_bytes=sum(g.unit_bytes * count for g, count in zip(groups, num_blocks, strict=True)),
+            kv_source=source,
+            has_prefix_cache=self.has_prefix_cache,
+            trace_routes=self.trace_routes,
+            notes=notes,
+        )
+
+    def _kv_budget(self, most_bytes: int, machine: Machine) -> tuple[int, str]:
+        """(bytes, why so many); `most_bytes` is all that the limits can use."""
+        free_text = f"{format_bytes(machine.available_bytes)} free after loading, {machine.memory_source}"
+        if self.kv_bytes is not None:
+            if self.kv_bytes > machine.available_bytes:
+                raise CapacityError(
+                    f"kv_bytes is {format_bytes(self.kv_bytes)}, memory has {free_text}: lower kv_bytes"
+                )
+            return self.kv_bytes, "as asked"
+        allowed_bytes = int(KV_FRACTION * machine.available_bytes)
+        if most_bytes <= allowed_bytes:
+            return most_bytes, "all that the limits can use"
+        return allowed_bytes, f"{KV_FRACTION:.0%} of {free_text}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedConfig:
+    """Complete settings of a running engine."""
+
+    model: str
+    preset: Preset
+    num_threads: int
+    limits: Limits
+    groups: tuple[CacheGroup, ...]
+    num_blocks: tuple[int, ...]  # per group: blocks, or state slots
+    kv_block: int
+    kv_bytes: int
+    kv_source: str  # why so many
+    has_prefix_cache: bool
+    trace_routes: bool
+    notes: tuple[str, ...]  # what was asked for, or could be expected, and is not so
+
+    def describe_kv(self) -> str:
+        """One line for the log: `KV pool 64.0 MB (as asked): 1024 blocks of 16 tokens, 62.5 kB each; ...`."""
+        parts = []
+        for group, count in zip(self.groups, self.num_blocks, strict=True):
+            size = format_bytes(group.unit_bytes)
+            if group.kind == "state":
+                parts.append(f"{count} state slots of {size}")
+            else:
+                window = f" (window {group.window})" if group.window else ""
+                parts.append(f"{count} blocks of {self.kv_block} tokens, {size} each{window}")
+        limits = self.limits
+        return (
+            f"KV pool {format_bytes(self.kv_bytes)} ({self.kv_source}): {', '.join(parts)}; "
+            f"up to {limits.max_num_seqs} requests at once, of up to {limits.max_model_len} tokens each"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """The environment variables of the project, read and checked."""
+
+    num_threads: int | None = None
+    kv_bytes: int | None = None
+    log_level: str | None = None
+    log_style: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variable:
+    """One environment variable."""
+
+    name: str
+    field: str | None  # of `Environment`; None: read by the tests only
+    parse: Callable[[str], Any]
+    help: str
+
+
+def _parse_count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _parse_choice(*known: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in known:
+            raise ConfigError(f"{text!r} is unknown; {nearest(text, known)}")
+        return text
+
+    return parse
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        name="MOESAIC_NUM_THREADS",
+        field="num_threads",
+        parse=_parse_count,
+        help="threads to compute with; default: all that this process may use",
+    ),
+    Variable(
+        name="MOESAIC_KV_BYTES",
+        field="kv_bytes",
+        parse=parse_bytes,
+        help="size of the KV pool, as in 512MiB; default: from the memory that is free",
+    ),
+    Variable(
+        name="MOESAIC_LOG_LEVEL",
+        field="log_level",
+        parse=_parse_choice("DEBUG", "INFO", "WARNING", "ERROR"),
+        help="DEBUG, INFO, WARNING or ERROR",
+    ),
+    Variable(
+        name="MOESAIC_LOG_STYLE",
+        field="log_style",
+        parse=_parse_choice("text", "json"),
+        help="text, or json for one object a line",
+    ),
+    Variable(
+        name="MOESAIC_DATA", field=None, parse=str, help="folder of test data; read by the test suite only"
+    ),
+)
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """The `MOESAIC_*` variables.
+
+    Raises: ConfigError naming the variable and its value, or the nearest known name for one that is unknown.
+    """
+    source = os.environ if environ is None else environ
+    known = {variable.name: variable for variable in VARIABLES}
+    values: dict[str, Any] = {}
+    for name, text in source.items():
+        if not name.startswith("MOESAIC_"):
+            continue
+        if name not in known:
+            raise ConfigError(f"unknown environment variable {name}; {nearest(name, known)}")
+        variable = known[name]
+        try:
+            value = variable.parse(text)
+        except ConfigError as error:
+            raise ConfigError(f"environment variable {name}: {error}") from error
+        if variable.field is not None:
+            values[variable.field] = value
+    return Environment(**values)

@@ -1,0 +1,212 @@
+"""A model in this process, for scripts: prompts in, completions out. Closes with its `with` block."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Self
+
+from moesaic.engine.config import EngineConfig
+from moesaic.engine.launch import start_engine
+from moesaic.engine.loop import Engine
+from moesaic.engine.philox import sibling_seed
+from moesaic.engine.transcript import Completion, Transcript
+from moesaic.errors import ConfigError, MoesaicError, Overloaded
+from moesaic.sched.request import Request, RequestEvent, SamplingParams
+from moesaic.spec.locate import locate
+from moesaic.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Piece:
+    """What `LLM.stream` yields: new text, and with the last one the whole completion."""
+
+    text: str
+    completion: Completion | None = None
+
+
+class LLM:
+    """An engine and a tokenizer.
+
+    Owns:    the engine, until `close` or the end of the `with` block.
+    """
+
+    def __init__(
+        self, path: str | Path, *, progress: Callable[[int, int], None] | None = None, **options: Any
+    ) -> None:
+        """Load a checkpoint folder, or `"demo"`; `options` are the fields of `EngineConfig`.
+
+        A folder without tokenizer.json takes token ids and gives token ids.
+
+        Raises: ConfigError for the path, and naming the nearest option; what `start_engine` raises.
+        """
+        folder = find_folder(path)
+        config = EngineConfig.parse(str(folder), options)
+        has_tokenizer = (folder / "tokenizer.json").is_file()
+        self.tokenizer: Tokenizer | None = Tokenizer.load(folder) if has_tokenizer else None
+        digest = self.tokenizer.digest if self.tokenizer is not None else ""
+        self.engine: Engine = start_engine(config, tokenizer_digest=digest, progress=progress)
+        self._ids = count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine; unfinished requests end with finish_reason 'error'."""
+        self.engine.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+    ) -> list[Completion]:
+        """`n` completions of each prompt, prompt by prompt, all computed together.
+
+        One `sampling` serves all prompts, or there is one for each. Choice i of a seeded prompt always draws
+        the same numbers; without a seed one is drawn.
+
+        Raises: RequestError for a prompt or parameter that cannot run, before anything is computed for it.
+        """
+        transcripts = self._transcripts(prompts, sampling, n)
+        by_id = {transcript.request.request_id: transcript for transcript in transcripts}
+        for transcript, _ in self._run(by_id):
+            if transcript.finish_reason is not None:
+                self.engine.cancel(transcript.request.request_id)  # a stop string ended it
+        return [transcript.completion() for transcript in transcripts]
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Piece]:
+        """One completion as it grows. Leaving the iterator cancels it.
+
+        Raises: RequestError as `generate`.
+        """
+        (transcript,) = self._transcripts([prompt], sampling, 1)
+        for _, text in self._run({transcript.request.request_id: transcript}):
+            if transcript.finish_reason is None and text:
+                yield Piece(text=text)
+            elif transcript.finish_reason is not None:
+                self.engine.cancel(transcript.request.request_id)
+                yield Piece(text=text, completion=transcript.completion())
+                return
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt; ids stay as they are.
+
+        Raises: ConfigError for text when the checkpoint has no tokenizer.
+        """
+        if not isinstance(prompt, str):
+            return tuple(int(token_id) for token_id in prompt)
+        return tuple(self._get_tokenizer().encode(prompt))
+
+    def _get_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{self.engine.config.model} has no tokenizer.json, so text cannot be read: give token ids, "
+                "or copy the model's tokenizer.json there"
+            )
+        return self.tokenizer
+
+    def _transcripts(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        n: int,
+    ) -> list[Transcript]:
+        """One per choice, with its request."""
+        if n < 1:
+            raise ConfigError(f"n must be at least 1, got {n}")
+        listed = _listed(prompts)
+        params = [sampling or SamplingParams()] if not isinstance(sampling, Sequence) else list(sampling)
+        if not isinstance(sampling, Sequence):
+            params *= len(listed)
+        if len(params) != len(listed):
+            raise ConfigError(f"{len(listed)} prompts need as many SamplingParams, or one: got {len(params)}")
+        eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
+        made = []
+        for prompt_idx, (prompt, chosen) in enumerate(zip(listed, params, strict=True)):
+            if chosen.stop:
+                self._get_tokenizer()
+            prompt_ids = self.encode(prompt)
+            seed = secrets.randbits(64) if chosen.seed is None else chosen.seed
+            for choice_idx in range(n):
+                request = Request(
+                    request_id=f"llm-{next(self._ids)}",
+                    prompt_ids=prompt_ids,
+                    sampling=chosen,
+                    seed=sibling_seed(seed, choice_idx),
+                    eos_token_ids=eos or self.engine.spec.eos_token_ids,
+                )
+                made.append(
+                    Transcript(
+                        request=request,
+                        prompt_idx=prompt_idx,
+                        choice_idx=choice_idx,
+                        tokenizer=self.tokenizer,
+                    )
+                )
+        return made
+
+    def _run(self, transcripts: dict[str, Transcript]) -> Iterator[tuple[Transcript, str]]:
+        """Submit as the queue allows, and yield each transcript with the text of every event that it took.
+
+        Raises: MoesaicError when the engine failed.
+        """
+        events: SimpleQueue[RequestEvent] = SimpleQueue()
+        waiting = deque(transcripts.values())
+        unfinished: set[str] = set()
+        try:
+            while waiting or unfinished:
+                while waiting:
+                    request = waiting[0].request
+                    try:
+                        self.engine.submit(request, events.put)
+                    except Overloaded:
+                        if not unfinished:
+                            raise
+                        break  # a place is free when one of ours ends
+                    unfinished.add(request.request_id)
+                    waiting.popleft()
+                event = events.get()
+                if event.finish_reason is not None:
+                    unfinished.discard(event.request_id)
+                transcript = transcripts[event.request_id]
+                if transcript.finish_reason is None:
+                    text = transcript.add(event)
+                    if event.finish_reason == "error" and not self.engine.snapshot().is_ready:
+                        raise MoesaicError(event.error)
+                    yield transcript, text
+        finally:
+            for request_id in unfinished:
+                self.engine.cancel(request_id)
+
+
+def find_folder(model: str | Path) -> Path:
+    """The folder that holds a model's weights.
+
+    Raises: ConfigError when there is none, and for a preset, which is a config alone.
+    """
+    located = locate(str(model))
+    if located.kind != "folder" or located.path is None:
+        raise ConfigError(
+            f"{located.name} is a {located.kind.replace('_', ' ')}, which has no weights: give a model folder"
+        )
+    return located.path
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single text, or a single list of ids, is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [item for item in prompts if isinstance(item, int)]
+    return [ids] if ids else [item for item in prompts if not isinstance(item, int)]
