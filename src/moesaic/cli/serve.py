@@ -1,0 +1,189 @@
+"""`moesaic serve`: a model over the OpenAI HTTP API."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moesaic import log
+from moesaic.engine.config import EngineConfig, read_environment
+from moesaic.errors import ConfigError
+from moesaic.server.settings import ServerSettings
+from moesaic.spec.families import read_config
+from moesaic.spec.locate import Located, locate
+from moesaic.units import parse_bytes
+
+if TYPE_CHECKING:
+    from moesaic.text.grammar import GrammarCompiler
+    from moesaic.text.tokenizer import Tokenizer
+
+_log = log.get_logger("cli")
+_PROGRESS_PARTS = 10
+_DEFAULTS: dict[str, Any] = {
+    field.name: field.default for kind in (EngineConfig, ServerSettings) for field in dataclasses.fields(kind)
+}
+
+
+def serve_command(
+    model: Annotated[str, typer.Argument(help="A model folder, or demo for the packaged model.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name for clients [default: the folder's].")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests computed in one step.")] = _DEFAULTS[
+        "max_num_seqs"
+    ],
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and answer together [default: the model's].")
+    ] = None,
+    max_tokens_per_step: Annotated[
+        int, typer.Option(help="Longer prompts are computed in chunks.")
+    ] = _DEFAULTS["max_tokens_per_step"],
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may wait; more are answered with 429.")
+    ] = _DEFAULTS["max_waiting"],
+    kv_bytes: Annotated[
+        str | None, typer.Option(help="Size of the KV pool, as in 512MiB [default: from free memory].")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16 [default: the checkpoint's].")
+    ] = None,
+    numerics: Annotated[str, typer.Option(help="Numerics preset: portable or fast.")] = _DEFAULTS["preset"],
+    threads: Annotated[
+        int | None, typer.Option(help="Threads to compute with [default: all processors].")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Ask for this key on every path but /health and /ready.")
+    ] = None,
+    cors: Annotated[
+        list[str] | None, typer.Option(help="Origin whose pages may call the server; may be repeated.")
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests have after SIGTERM.")
+    ] = _DEFAULTS["drain_timeout_s"],
+    log_style: Annotated[str | None, typer.Option(help="text or json [default: text].")] = None,
+) -> None:
+    """Serve a model over the OpenAI HTTP API, until a signal."""
+    _configure_log(log_style)
+    located = locate(model)
+    folder = _folder_of(located)
+    settings = ServerSettings(
+        model_name=served_model_name if served_model_name is not None else _name_of(located, folder),
+        api_key=api_key,
+        cors_origins=tuple(cors or ()),
+        drain_timeout_s=drain_timeout,
+    )
+    config = EngineConfig(
+        model=str(folder),
+        preset=numerics,  # type: ignore[arg-type]  # checked by the dataclass
+        dtype=dtype,  # type: ignore[arg-type]  # checked by the dataclass
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_tokens_per_step=max_tokens_per_step,
+        max_waiting=max_waiting,
+        kv_bytes=None if kv_bytes is None else parse_bytes(kv_bytes),
+        num_threads=threads,
+    )
+    _serve(located, config, settings, host=host, port=port)
+
+
+def _serve(located: Located, config: EngineConfig, settings: ServerSettings, *, host: str, port: int) -> None:
+    from moesaic.server.run import bind, listen, run, url_of
+
+    with bind(host, port) as sock:  # before the weights are loaded, which may take minutes
+        from moesaic.text.template import ChatTemplate
+        from moesaic.text.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(config.model)
+        template = ChatTemplate.load(config.model, special_tokens=tokenizer.special_tokens)
+        if template is None:
+            _log.warning("no chat template in %s: /v1/chat/completions will refuse", config.model)
+        if settings.api_key is None and not host.startswith("127.") and host not in ("localhost", "::1"):
+            _log.warning("anyone who reaches %s may use this server: give --api-key", host)
+        # Heavy imports: the arguments, the port and the tokenizer are good.
+        from moesaic.engine.launch import start_engine
+        from moesaic.server.app import create_app
+
+        engine = start_engine(
+            config,
+            tokenizer_digest=tokenizer.digest,
+            grammars=_grammars(located, tokenizer),
+            progress=_progress(),
+        )
+        try:
+            app = create_app(engine, tokenizer, settings, template=template, created_s=int(time.time()))
+            listen(sock)
+            url = url_of(sock)
+            typer.echo(f"serving {settings.model_name} on {url}")
+            typer.echo(_example(url, settings, is_chat=template is not None))
+            run(app, engine, sock, settings)
+        finally:
+            engine.close()
+
+
+def _grammars(located: Located, tokenizer: Tokenizer) -> GrammarCompiler | None:
+    """Structured output, where the model can end an answer."""
+    from moesaic.text.grammar import GrammarCompiler
+
+    if not tokenizer.eos_token_ids:
+        _log.warning("no end token in %s: response_format will be refused", located.name)
+        return None
+    vocab = read_config(located.config, name=located.name).vocab
+    return GrammarCompiler(tokenizer, num_logits=vocab)
+
+
+def _configure_log(style: str | None) -> None:
+    environment = read_environment()
+    chosen = style or environment.log_style or "text"
+    if chosen not in ("text", "json"):
+        raise ConfigError(f"--log-style must be text or json, got {chosen!r}")
+    log.configure(style=chosen, level=environment.log_level or "INFO")  # type: ignore[arg-type]
+    for name in ("uvicorn", "asyncio"):  # what they have to complain about, in the same form
+        other = logging.getLogger(name)
+        other.handlers[:] = logging.getLogger("moesaic").handlers
+        other.setLevel(logging.WARNING)
+        other.propagate = False
+
+
+def _folder_of(located: Located) -> Path:
+    if located.kind != "folder" or located.path is None:
+        kind = located.kind.replace("_", " ")
+        raise ConfigError(f"{located.name} is a {kind}, which has no weights: give a model folder")
+    return located.path
+
+
+def _name_of(located: Located, folder: Path) -> str:
+    return "demo" if located.name == "demo" else folder.resolve().name
+
+
+def _progress() -> Callable[[int, int], None]:
+    """A log line for each tenth of the weights."""
+    shown = 0
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        part = done * _PROGRESS_PARTS // max(total, 1)
+        if part > shown:
+            shown = part
+            _log.info("loading weights: %d %%", 100 * done // max(total, 1))
+
+    return show
+
+
+def _example(url: str, settings: ServerSettings, *, is_chat: bool) -> str:
+    """A line to paste into another terminal."""
+    key = "" if settings.api_key is None else " -H 'Authorization: Bearer KEY'"
+    path, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 32}'
+    if is_chat:
+        path, body = (
+            "chat/completions",
+            '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}',
+        )
+    return f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
