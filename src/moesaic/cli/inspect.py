@@ -1,0 +1,146 @@
+"""`moesaic inspect`: what a model is, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moesaic.audit.inspect import Inspection, MachineView, dump_json, inspect
+from moesaic.units import format_bytes, format_count
+
+
+def inspect_command(
+    model: Annotated[
+        str, typer.Argument(help="A model folder, a config.json, or a preset such as deepseek-v3.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", min=1, help="Also show what a decode step of this many tokens reads."),
+    ] = None,
+    machines: Annotated[
+        list[str] | None,
+        typer.Option("--machine", help="Machine to judge by; may be repeated [default: h100]."),
+    ] = None,
+) -> None:
+    """Say what a model is: layers, experts, parameters, bytes, and whether this engine runs it."""
+    found = inspect(model, batch=batch, machines=machines or ["h100"])
+    typer.echo(dump_json(found) if as_json else render(found))
+
+
+def render(found: Inspection) -> str:
+    """The inspection as text."""
+    lines = [
+        f"{found.name} ({found.kind.replace('_', ' ')})",
+        _row("type", f"{found.model_type}, read {_reader(found)}"),
+        _row("layers", f"{found.num_layers}, sparse: {_layer_ranges(found)}"),
+    ]
+    if found.num_moe_layers:
+        lines.append(
+            _row(
+                "experts",
+                f"{_spread(found.num_experts_per_layer)} a layer, "
+                f"{_spread(found.experts_per_token_per_layer)} chosen "
+                f"per token (E/k = {found.sparsity:g}), {format_bytes(found.expert_bytes)} each",
+            )
+        )
+    lines += [
+        _row("width", f"{found.hidden}, vocabulary {found.vocab}, up to {found.max_position} positions"),
+        _row(
+            "parameters", f"{format_count(found.total_params)}, {format_count(found.active_params)} per token"
+        ),
+        *_components(found),
+        _row("weights", f"{format_bytes(found.weight_bytes)}, experts stored as {found.weight_format}"),
+        _row("KV", _kv(found)),
+        _row(
+            "operations",
+            f"{found.flops_per_token / 1e9:.1f} GFLOP per token at a context of {found.context_len}",
+        ),
+    ]
+    for view in found.machines:
+        lines.append(_row(view.machine, _machine(view)))
+    if found.step is not None:
+        step = found.step
+        lines.append(
+            _row(
+                f"batch {step.batch}",
+                f"reads {format_bytes(step.total)} a decode step: experts {format_bytes(step.expert_bytes)} "
+                f"({step.distinct_experts:.1f} distinct a layer, {step.rows_per_expert:.1f} rows each), "
+                "other weights "
+                f"{format_bytes(step.other_weight_bytes)}, KV {format_bytes(step.kv_bytes)}",
+            )
+        )
+    lines += _beside(found)
+    if found.checkpoint is not None:
+        files = found.checkpoint
+        lines.append(
+            _row("files", f"{files.num_files}, {format_bytes(files.file_bytes)}, {files.num_tensors} tensors")
+        )
+    lines += [_row("note", note) for note in found.notes]
+    if found.runnable:
+        lines.append(_row("runs", "yes"))
+    else:
+        lines.append(_row("runs", "no"))
+        lines += [f"    {reason}" for reason in found.reasons]
+    return "\n".join(lines)
+
+
+def _row(label: str, text: str) -> str:
+    return f"  {label:<12}{text}"
+
+
+def _reader(found: Inspection) -> str:
+    return "exactly" if found.reader == "exact" else "by the usual keys only: counts may miss parts"
+
+
+def _layer_ranges(found: Inspection) -> str:
+    """`3-60` for a run of layers, `1, 3, 5, ...` for scattered ones."""
+    layers = found.moe_layers
+    if not layers:
+        return "none"
+    if layers[-1] - layers[0] + 1 == len(layers):
+        return f"{layers[0]}-{layers[-1]} ({len(layers)})"
+    shown = ", ".join(str(layer_idx) for layer_idx in layers[:6])
+    return f"{shown}{', ...' if len(layers) > 6 else ''} ({len(layers)})"
+
+
+def _spread(values: tuple[int, ...]) -> str:
+    return str(values[0]) if len(set(values)) == 1 else f"{min(values)} to {max(values)}"
+
+
+def _components(found: Inspection) -> list[str]:
+    rows = []
+    for component, count in found.params_by_component.items():
+        if count:
+            size = format_bytes(found.weight_bytes_by_component[component])
+            rows.append(f"    {component.replace('_', ' '):<16}{format_count(count):>10}  {size:>8}")
+    return rows
+
+
+def _kv(found: Inspection) -> str:
+    parts = [f"{found.kv_bytes_per_token_unbounded} B per token"]
+    parts += [f"{size} B per token of the last {window}" for window, size in found.kv_windows]
+    if found.state_bytes_per_sequence:
+        parts.append(f"{format_bytes(found.state_bytes_per_sequence)} of state per sequence")
+    return ", ".join(parts) + " (bfloat16)"
+
+
+def _machine(view: MachineView) -> str:
+    text = f"{view.devices_for_weights} x {format_bytes(view.memory_bytes)} for the weights alone"
+    balance = view.balance
+    if balance is None:
+        return text
+    return (
+        f"{text}; experts are bound by compute from a batch of {balance.batch} ({balance.rows:.0f} rows "
+        "each; "
+        f"{balance.peak_batch} at datasheet rates), {balance.compute_dtype}"
+    )
+
+
+def _beside(found: Inspection) -> list[str]:
+    rows = []
+    if found.mtp_params:
+        rows.append(_row("beside it", f"multi-token prediction, {format_count(found.mtp_params)} parameters"))
+    rows += [_row("beside it", f"{part}, not counted") for part in found.other_parts]
+    return rows
