@@ -29,10 +29,12 @@ def metrics_page() -> str:
     from moesaic.obs.names import METRICS
 
     rows = [
-        f"| `{m.name}` | {m.kind} | {', '.join(m.labels) or '-'} | {m.help} |" for m in sorted(METRICS, key=lambda m: m.name)
+        f"| `{m.name}` | {m.kind} | {', '.join(m.labels) or '-'} | {m.help} |"
+        for m in sorted(METRICS, key=lambda m: m.name)
     ]
-    head = "# Metrics\n\nServed at `/metrics` in Prometheus text form.\n\n| name | type | labels | meaning |\n|---|---|---|---|\n"
-    return NOTE + head + "\n".join(rows) + "\n"
+    head = ["# Metrics", "", "Served at `/metrics` in Prometheus text form.", ""]
+    head += ["| name | type | labels | meaning |", "|---|---|---|---|"]
+    return NOTE + "\n".join(head + rows) + "\n"
 
 
 PAGES = {"docs/cli.md": cli_page, "docs/metrics.md": metrics_page}
@@ -57,7 +59,11 @@ def main() -> int:
 def _help(verb: list[str]) -> str:
     env = os.environ | {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
     done = subprocess.run(
-        [sys.executable, "-m", "moesaic", *verb, "--help"], env=env, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "moesaic", *verb, "--help"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n") + "\n"
 

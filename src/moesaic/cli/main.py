@@ -25,9 +25,19 @@ class Verb(NamedTuple):
 VERBS = (
     Verb("serve", "moesaic.cli.serve:serve_command", "Serve a model over the OpenAI HTTP API."),
     Verb("generate", "moesaic.cli.generate:generate_command", "Continue a prompt on the terminal."),
-    Verb("inspect", "moesaic.cli.inspect:inspect_command", "Say what a model is: layers, experts, bytes, what runs."),
+    Verb(
+        "inspect",
+        "moesaic.cli.inspect:inspect_command",
+        "Say what a model is: layers, experts, bytes, what runs.",
+    ),
     Verb("bench", "moesaic.cli.bench:app", "Measure throughput and latency, in process or against a server."),
 )
+
+EXTRA_OF = {
+    "torch": "engine", "llguidance": "engine", "fastapi": "server", "uvicorn": "server", "pydantic": "server",
+    "httpx": "server", "matplotlib": "report",
+}  # fmt: skip
+"""Which extra of the installation brings an optional library."""
 
 
 def build_app(typed: str | None = None) -> typer.Typer:
@@ -44,9 +54,14 @@ def build_app(typed: str | None = None) -> typer.Typer:
 
     @app.callback()
     def root(
-        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an expected error.")] = False,
+        debug: Annotated[
+            bool, typer.Option("--debug", help="Show the traceback of an expected error.")
+        ] = False,
         version: Annotated[
-            bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+            bool,
+            typer.Option(
+                "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+            ),
         ] = False,
     ) -> None:
         pass
@@ -64,7 +79,10 @@ def build_app(typed: str | None = None) -> typer.Typer:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit: 0 fine, 1 our bug, 2 the user or the machine cannot have this, 3 a check failed."""
+    """Run the command line and exit.
+
+    0: fine; 1: our bug; 2: the user or the machine cannot have this; 3: a check or an objective failed.
+    """
     arguments = sys.argv[1:]
     typed = next((argument for argument in arguments if not argument.startswith("-")), "")
     try:
@@ -72,26 +90,31 @@ def main() -> NoReturn:
     except MoesaicError as error:
         if "--debug" in arguments:
             raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _refuse(str(error), error.exit_code)
+    except ModuleNotFoundError as missing:
+        module = (missing.name or "").split(".")[0]
+        if "--debug" in arguments or module not in EXTRA_OF:
+            raise
+        _refuse(f"this needs {module}, which is not installed: pip install 'moesaic[{EXTRA_OF[module]}]'", 2)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout once more
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the interpreter flushes stdout once more
         sys.exit(0)
     sys.exit(0)
 
 
 def _load(target: str) -> Callable[..., Any] | typer.Typer:
     module, _, attribute = target.partition(":")
-    try:
-        loaded: Callable[..., Any] | typer.Typer = getattr(import_module(module), attribute)
-    except ModuleNotFoundError as missing:
-        extra = _EXTRA_OF.get((missing.name or "").split(".")[0])
-        if extra is None:
-            raise
-        raise MissingExtra(missing.name or "", extra) from missing
+    loaded: Callable[..., Any] | typer.Typer = getattr(import_module(module), attribute)
     return loaded
+
+
+def _refuse(message: str, exit_code: int) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(exit_code)
 
 
 def _unloaded() -> None:
@@ -102,16 +125,3 @@ def _print_version(is_asked: bool) -> None:
     if is_asked:
         print(f"moesaic {__version__}")
         raise typer.Exit
-
-
-_EXTRA_OF = {
-    "torch": "engine", "llguidance": "engine", "fastapi": "server", "uvicorn": "server", "pydantic": "server",
-    "httpx": "server", "matplotlib": "report",
-}  # fmt: skip
-
-
-class MissingExtra(MoesaicError):
-    """A verb needs an optional part of the installation."""
-
-    def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"this verb needs {module}, which is not installed: pip install 'moesaic[{extra}]'")
