@@ -157,7 +157,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_layers": 3,
         "max_seq_len": 256,
         "vocab_size": 100,
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 5e5},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "nemotron_h": {

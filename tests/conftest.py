@@ -1,4 +1,4 @@
-"""What every test shares: one torch thread, the folder of optional reference data, and hypothesis without surprises."""
+"""What every test shares: one torch thread, the folder of reference data, hypothesis without surprises."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ class RankSide(TokenSide, ExpertSide):
             start = stop
             world.outbox.setdefault((source, tag), {})[self.rank] = answer
             if source != self.rank:
-                values = answer.out_JD if answer.roots is None else answer.roots.value_SD
+                values = answer.out_JD if answer.roots is None else answer.roots.value_QD
                 world.returned_bytes += values.nbytes
 
     def _answer(self, rows: Rows, out_JD: Tensor, spec: MoeSpec) -> Answer:

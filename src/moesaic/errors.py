@@ -1,4 +1,4 @@
-"""Every error a caller can act on, in one tree. A message names the thing, the value, the rule and the next step.
+"""Every error a caller can act on, in one tree. Messages name the thing, the value, the rule, the next step.
 
 MoesaicError
   ConfigError(ValueError)        the caller asked for something inconsistent

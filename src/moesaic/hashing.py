@@ -21,8 +21,10 @@ def digest_bytes(*parts: bytes | memoryview) -> bytes:
 
 
 def digest(value: Any) -> str:
-    """Hex digest of a dataclass, mapping, sequence or scalar; equal values give equal digests in any process."""
-    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    """Hex digest of a dataclass, mapping, sequence or scalar; equal values give equal digests anywhere."""
+    text = json.dumps(
+        _plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
     return digest_bytes(text.encode()).hex()
 
 

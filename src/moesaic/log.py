@@ -36,7 +36,9 @@ def configure(*, style: Literal["text", "json"] = "text", level: str = "INFO") -
     """Send the project's log lines to stderr. Called by the CLI only."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        JsonFormatter() if style == "json" else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+        JsonFormatter()
+        if style == "json"
+        else logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
     )
     root = logging.getLogger("moesaic")
     root.handlers[:] = [handler]

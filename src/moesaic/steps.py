@@ -1,7 +1,7 @@
 """A forward that may wait is a generator; overlap is a matter of who drives it.
 
-Knows nothing of tensors, ranks or transports. `drive` with one generator is normal running; with two it is dual
-micro-batch, ping-pong, HOP-B or offload overlap, whatever the generators are.
+Knows nothing of tensors, ranks or transports. `drive` with one generator is normal running; with two it is
+dual micro-batch, ping-pong, HOP-B or offload overlap, whatever the generators are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Wait(Protocol):
     """Something a forward waits for."""
 
     def ready(self) -> bool:
-        """Whether `wait` would return at once. May make progress (relay a message, start a second collective)."""
+        """Whether `wait` would return at once. May make progress (relay, start a second collective)."""
         ...
 
     def wait(self, timeout_s: float) -> None:
@@ -68,7 +68,7 @@ def drive(steps: Sequence[Steps[T]], timeout_s: float) -> list[T]:
 def drive_ready(steps: Sequence[Steps[T]], max_turns: int = 1_000_000) -> list[T]:
     """Run N ranks' generators in one thread over in-memory waits, whichever is ready.
 
-    For tests of dispatchers and for peer-to-peer transports only: readiness order must not decide the order of
+    For tests of dispatchers and for peer-to-peer transports only: readiness must not decide the order of
     collectives.
 
     Raises: RuntimeError when no generator can move (a deadlock in the protocol under test).

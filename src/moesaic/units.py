@@ -9,7 +9,8 @@ from moesaic.errors import ConfigError
 _BYTE_UNITS = {
     "": 1, "b": 1,
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+    "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
 }  # fmt: skip
 
 
@@ -22,7 +23,9 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = _BYTE_UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
-        raise ConfigError(f"{text!r} is not a size: write a number with B, kB, MB, GB, KiB, MiB or GiB, as in 512MiB")
+        raise ConfigError(
+            f"{text!r} is not a size: write a number with B, kB, MB, GB, KiB, MiB or GiB, as in 512MiB"
+        )
     size = int(float(match.group(1)) * unit)
     if size <= 0:
         raise ConfigError(f"a size must be above zero, got {text!r}")

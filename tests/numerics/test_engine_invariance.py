@@ -1,7 +1,7 @@
 """A request's tokens and log probabilities are the same bits however the engine computes it.
 
-Alone is the reference; then among neighbours, in small chunks, after a prefix hit, and preempted by a pool that
-is too small. Float32 first: bfloat16 rounds many differences away.
+Alone is the reference; then among neighbours, in chunks, after a prefix hit, and preempted by a small pool.
+Float32 first: bfloat16 rounds many differences away.
 """
 
 import pytest

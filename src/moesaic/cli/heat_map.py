@@ -40,13 +40,15 @@ def draw(
     lines = []
     for layer_idx, counts in layers:
         line = Text(f"layer {layer_idx:>{label_width}} |", no_wrap=True)
-        for shade in shades(counts, room):
+        cells = shades(counts, room)
+        cell_width = 2 if 2 * len(cells) <= room else 1
+        for shade in cells:
             if is_plain:
-                line.append(ASCII_SHADES[_step(shade, len(ASCII_SHADES))])
+                line.append(ASCII_SHADES[_step(shade, len(ASCII_SHADES))] * cell_width)
             elif shade == 0:
-                line.append(" ")
+                line.append(" " * cell_width)
             else:
-                line.append(BLOCK, style=_COLOURS[_step(shade, len(_COLOURS))])
+                line.append(BLOCK * cell_width, style=_COLOURS[_step(shade, len(_COLOURS))])
         line.append(f"| {_top(counts, num_top)}")
         lines.append(line)
     return lines

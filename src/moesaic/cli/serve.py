@@ -78,6 +78,8 @@ def serve_command(
         model_name=served_model_name if served_model_name is not None else _name_of(located, folder),
         api_key=api_key,
         cors_origins=tuple(cors or ()),
+        # More could never all be queued, and would be told to come again for ever.
+        max_sequences=max(1, min(_DEFAULTS["max_sequences"], max_waiting)),
         drain_timeout_s=drain_timeout,
     )
     config = EngineConfig(
@@ -129,14 +131,15 @@ def _serve(located: Located, config: EngineConfig, settings: ServerSettings, *, 
 
 
 def _grammars(located: Located, tokenizer: Tokenizer) -> GrammarCompiler | None:
-    """Structured output, where the model can end an answer."""
+    """Structured output, where the model and its tokenizer allow it."""
     from moesaic.text.grammar import GrammarCompiler
 
-    if not tokenizer.eos_token_ids:
-        _log.warning("no end token in %s: response_format will be refused", located.name)
-        return None
     vocab = read_config(located.config, name=located.name).vocab
-    return GrammarCompiler(tokenizer, num_logits=vocab)
+    try:
+        return GrammarCompiler(tokenizer, num_logits=vocab)
+    except ConfigError as error:
+        _log.warning("response_format will be refused: %s", error)
+        return None
 
 
 def _configure_log(style: str | None) -> None:

@@ -50,7 +50,7 @@ def start_engine(
     )
     resolved = config.resolve(model.spec, model.numerics, read_machine())
     engine = assemble(model, resolved, tokenizer_digest=tokenizer_digest, grammars=grammars)
-    # What was loaded lives as long as the process: the collector need not walk it again and again.
+    # What was loaded lives until `close`: the collector need not walk it again and again.
     gc.collect()
     gc.freeze()
     return engine.start()

@@ -6,6 +6,7 @@ know no queue. Whatever goes wrong in the loop ends every request with `error`, 
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -113,7 +114,7 @@ class Engine:
             limits = self.config.limits
             return EngineSnapshot(
                 is_ready=self._end is None and not self._is_closing and not self._is_draining,
-                is_draining=self._is_draining,
+                is_draining=self._is_draining and self._end is None,
                 num_running=stats.num_running,
                 num_waiting=stats.num_waiting,
                 kv_blocks_total=stats.kv_blocks_total,
@@ -151,6 +152,7 @@ class Engine:
             self._lock.notify_all()
         if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join()
+        gc.unfreeze()  # what `start_engine` kept from the collector may be garbage from now on
 
     # -- the loop, its own thread --------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from moesaic.errors import KernelUnavailable
 from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.kv_view import KvView
+from moesaic.kernels.reference import ReferenceOps
 from moesaic.spec.model import Activation
 from moesaic.spec.numerics import Numerics
 
@@ -104,12 +105,10 @@ class Ops(Protocol):
 
 
 def choose(numerics: Numerics, *, num_threads: int) -> Ops:
-    """The ops of `numerics.backend`.
+    """The ops of `numerics.backend`; sets torch's number of threads, for which the proofs hold.
 
     Raises: KernelUnavailable naming the backend, or what it cannot do.
     """
-    from moesaic.kernels.reference import ReferenceOps
-
     if numerics.backend != "reference":
         raise KernelUnavailable(
             f"backend {numerics.backend!r} is not built; known: reference. Set numerics.backend to reference"

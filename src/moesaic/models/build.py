@@ -63,6 +63,23 @@ FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
 )
 """The families that run; `spec.families.RUNNABLE` says the same without torch."""
 
+LATENT_NORM_EPS = 1e-6
+"""Of the norms inside latent attention, whatever the model's own is.
+Source: DeepSeek-V3's reference code builds them with its default, and so does transformers 5."""
+
+_NEUTRAL: Mapping[str, object] = MappingProxyType(
+    {
+        "embedding_scale": 1.0,
+        "logit_scale": 1.0,
+        "norm": "rms",
+        "has_norm_bias": False,
+        "has_head_bias": False,
+        "residual_scale": 1.0,
+        "logit_softcap": None,
+    }
+)
+"""Fields of a spec that the decoder does not compute, at the values that make them do nothing."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoadedModel:
@@ -77,11 +94,6 @@ class LoadedModel:
     accounting: Accounting
     model_digest: str  # of the spec and of every byte that was read
     proof: InvarianceProof
-
-
-LATENT_NORM_EPS = 1e-6
-"""Of the norms inside latent attention, whatever the model's own is.
-Source: DeepSeek-V3's reference code builds them with its default, and so does transformers 5."""
 
 
 def load(
@@ -102,8 +114,8 @@ def load(
             for the weights; HostMemoryShort before any weight is read; KernelUnavailable when the proof
             fails.
     """
-    spec = read_spec(path)
     checkpoint = Checkpoint.open(path)
+    spec = read_spec(path)
     numerics = numerics_of(preset, dtype=dtype or spec.dtype)
     return build(
         checkpoint,
@@ -125,8 +137,7 @@ def read_spec(path: str | Path) -> ModelSpec:
         config = json.loads(file.read_bytes())
     except OSError as error:
         raise CheckpointError(
-            f"{file} cannot be read ({error.strerror}); a model is a local folder with config.json and "
-            "safetensors"
+            f"{file} cannot be read ({error.strerror}); a model folder holds config.json beside its weights"
         ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
@@ -198,19 +209,6 @@ def _head_widths(mixer: object) -> tuple[int, int]:
         return mixer.kv_lora_rank + mixer.rope_dim, mixer.kv_lora_rank
     assert isinstance(mixer, GqaSpec), "other mixers were refused by the accounting"
     return mixer.head_dim, mixer.head_dim
-
-
-_NEUTRAL: Mapping[str, object] = MappingProxyType(
-    {
-        "embedding_scale": 1.0,
-        "logit_scale": 1.0,
-        "norm": "rms",
-        "has_norm_bias": False,
-        "has_head_bias": False,
-        "residual_scale": 1.0,
-        "logit_softcap": None,
-    }
-)
 
 
 def _decoder(spec: ModelSpec, weights: Weights, ops: Ops) -> Decoder:

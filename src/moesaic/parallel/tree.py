@@ -76,13 +76,13 @@ class Subtrees:
 
     Node i of level l spans the leaves [i * 2**l, min((i + 1) * 2**l, K)) of its token.
 
-    Shapes:  token_S, level_S, node_S [S] int64; value_SD [S, D] in the partial dtype.
+    Shapes:  token_Q, level_Q, node_Q [Q] int64; value_QD [Q, D] in the partial dtype.
     """
 
-    token_S: Tensor
-    level_S: Tensor
-    node_S: Tensor
-    value_SD: Tensor
+    token_Q: Tensor
+    level_Q: Tensor
+    node_Q: Tensor
+    value_QD: Tensor
 
 
 def evaluate_subtrees(leaf_JD: Tensor, token_J: Tensor, choice_J: Tensor, num_choices: int) -> Subtrees:
@@ -90,30 +90,30 @@ def evaluate_subtrees(leaf_JD: Tensor, token_J: Tensor, choice_J: Tensor, num_ch
 
     Shapes:  leaf_JD [J, D] as `weigh` made them; token_J, choice_J [J] int64, each pair once, in any order.
     """
-    key_S, order_S = torch.sort(token_J * num_choices + choice_J)
-    value_SD = leaf_JD.index_select(0, order_S)
+    key_Q, order_Q = torch.sort(token_J * num_choices + choice_J)
+    value_QD = leaf_JD.index_select(0, order_Q)
     found: list[tuple[Tensor, int, Tensor, Tensor]] = []
     width, level = num_choices, 0
     while width > 1:
-        token_S, node_S = key_S // width, key_S % width
-        is_left = torch.zeros_like(key_S, dtype=torch.bool)
-        is_left[:-1] = (node_S[:-1] % 2 == 0) & (node_S[:-1] + 1 < width) & (key_S[1:] == key_S[:-1] + 1)
+        token_Q, node_Q = key_Q // width, key_Q % width
+        is_left = torch.zeros_like(key_Q, dtype=torch.bool)
+        is_left[:-1] = (node_Q[:-1] % 2 == 0) & (node_Q[:-1] + 1 < width) & (key_Q[1:] == key_Q[:-1] + 1)
         is_right = torch.zeros_like(is_left)
         is_right[1:] = is_left[:-1]
-        is_single = node_S == width - 1 if width % 2 else torch.zeros_like(is_left)
+        is_single = node_Q == width - 1 if width % 2 else torch.zeros_like(is_left)
         is_parent = is_left | is_single
         is_root = ~(is_parent | is_right)
-        found.append((token_S[is_root], level, node_S[is_root], value_SD[is_root]))
-        parent_SD = value_SD[is_parent]
-        parent_SD[is_left[is_parent]] = value_SD[is_left] + value_SD[is_right]
+        found.append((token_Q[is_root], level, node_Q[is_root], value_QD[is_root]))
+        parent_QD = value_QD[is_parent]
+        parent_QD[is_left[is_parent]] = value_QD[is_left] + value_QD[is_right]
         width, level = (width + 1) // 2, level + 1
-        key_S, value_SD = token_S[is_parent] * width + node_S[is_parent] // 2, parent_SD
-    found.append((key_S, level, torch.zeros_like(key_S), value_SD))
+        key_Q, value_QD = token_Q[is_parent] * width + node_Q[is_parent] // 2, parent_QD
+    found.append((key_Q, level, torch.zeros_like(key_Q), value_QD))
     return Subtrees(
-        token_S=torch.cat([token for token, _, _, _ in found]),
-        level_S=torch.cat([torch.full_like(token, at) for token, at, _, _ in found]),
-        node_S=torch.cat([node for _, _, node, _ in found]),
-        value_SD=torch.cat([value for _, _, _, value in found]),
+        token_Q=torch.cat([token for token, _, _, _ in found]),
+        level_Q=torch.cat([torch.full_like(token, at) for token, at, _, _ in found]),
+        node_Q=torch.cat([node for _, _, node, _ in found]),
+        value_QD=torch.cat([value for _, _, _, value in found]),
     )
 
 
@@ -124,19 +124,19 @@ def combine_subtrees(
 
     Shapes:  the parts together cover every choice of every token once; returns [T, D] in the seam dtype.
     """
-    token_S, level_S, node_S = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("token_S", "level_S", "node_S")
+    token_Q, level_Q, node_Q = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("token_Q", "level_Q", "node_Q")
     )
-    value_SD = torch.cat([part.value_SD for part in parts])
-    spans_S = ((node_S + 1) << level_S).clamp(max=num_choices) - (node_S << level_S)
-    covered, needed = int(spans_S.sum()), num_tokens * num_choices
+    value_QD = torch.cat([part.value_QD for part in parts])
+    spans_Q = ((node_Q + 1) << level_Q).clamp(max=num_choices) - (node_Q << level_Q)
+    covered, needed = int(spans_Q.sum()), num_tokens * num_choices
     assert covered == needed, f"subtrees cover {covered} choices of {needed}"
-    node_TKD = value_SD.new_zeros((num_tokens, num_choices, value_SD.shape[-1]))
+    node_TKD = value_QD.new_zeros((num_tokens, num_choices, value_QD.shape[-1]))
     level = 0
     while True:
         # A node that is not here yet holds a sum of zeros; its root, sent at its own level, overwrites it.
-        here = level_S == level
-        node_TKD[token_S[here], node_S[here]] = value_SD[here]
+        here = level_Q == level
+        node_TKD[token_Q[here], node_Q[here]] = value_QD[here]
         if node_TKD.shape[1] == 1:
             return node_TKD[:, 0].to(seam)
         node_TKD = _pair_up(node_TKD)

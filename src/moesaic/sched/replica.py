@@ -19,8 +19,8 @@ class Replica:
     """Queue, running set and ledger of one replica.
 
     One pass in order (class, then arrival) over running and waiting requests together. A request that lacks
-    blocks takes them from the last in that order, which has no row yet. So the first in order always
-    advances, and nobody waits for a later one of its own class.
+    blocks or a place takes them from the last in that order, which has no row yet. So the first in order
+    always advances, nobody waits for a later one, and no two requests take from each other.
     """
 
     def __init__(self, ledger: KvLedger, *, max_num_seqs: int, max_tokens_per_step: int) -> None:
@@ -99,14 +99,14 @@ class Replica:
                 budget -= num_tokens
 
     def _admit(self, head: SequenceState, idx: int) -> bool:
-        """Move the head of the queue to place `idx` of the running; requests of later classes give way.
+        """Move the head of the queue to place `idx` of the running; those that come later give way.
 
         Each running request before it may need one more block at any step and would take it from the
         newcomer, so as many are left free.
         """
         ledger = self.ledger
         while len(self.running) >= self._max_num_seqs:
-            if not self._preempt_last(idx, below=head.request.priority):
+            if not self._preempt_last(idx):
                 return False
         match = None
         while True:
@@ -116,7 +116,7 @@ class Replica:
             grant = ledger.reserve(head.request.request_id, len(head.token_ids), match, num_spare=idx)
             if grant is not None:
                 break
-            if not self._preempt_last(idx, below=head.request.priority):
+            if not self._preempt_last(idx):
                 return False
         del self._waiting[0]
         head.grant = grant
@@ -143,15 +143,10 @@ class Replica:
             if not self._preempt_last(next_idx):
                 return 0
 
-    def _preempt_last(self, first_idx: int, *, below: int | None = None) -> bool:
-        """Send the last running request at `first_idx` or later back to the queue, if there is one.
-
-        With `below`, only one of a class that runs after class `below`.
-        """
+    def _preempt_last(self, first_idx: int) -> bool:
+        """Send the last running request at `first_idx` or later back to the queue, if there is one."""
         for idx in range(len(self.running) - 1, first_idx - 1, -1):
             victim = self.running[idx]
-            if below is not None and victim.request.priority <= below:
-                return False
             if not victim.is_in_flight:
                 self.end(victim)
                 victim.rewind()

@@ -1,4 +1,4 @@
-"""A request as the scheduler knows it: token ids, sampling parameters, limits. No text, no clock, no tensor."""
+"""A request as the scheduler knows it: token ids, sampling parameters, limits. No text, clock or tensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""WHEN things are computed. A plan is all that the ranks do in one step, a result all that happened. Torch-free.
+"""WHEN things are computed: a plan is all that the ranks do in a step, a result all that happened.
 
-Running a plan twice gives the same state: KV places are named by the plan, recurrent state is read from one slot and
-written to another, random numbers come from (seed, position), counters count on commit.
+Running a plan twice gives the same state: KV places are named by the plan, recurrent state is read from one
+slot and written to another, random numbers come from (seed, position), counters count on commit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ BlockIds = tuple[int, ...]
 class RowPlan:
     """The tokens [start_idx, start_idx + num_tokens) of one request, computed in this step.
 
-    `blocks` has one tuple per cache group (in the ledger's group order): the ids of the blocks that hold positions
-    0 .. start_idx + num_tokens; a window group's entries below its window are -1 only after they were freed.
+    `blocks` has one tuple per cache group (in the ledger's group order): the ids of the blocks that hold
+    positions 0 .. start_idx + num_tokens; a window group's entries below its window are -1 once freed.
     """
 
     request_id: str

@@ -156,7 +156,7 @@ def _cut_at_tag(text: str, tag: str) -> str:
     return head if tail.startswith(" ") else head.rstrip()
 
 
-class _Refused(Exception):  # noqa: N818 - a message from the template to the user
+class _Refused(Exception):
     """The template called raise_exception."""
 
 

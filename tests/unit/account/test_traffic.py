@@ -73,7 +73,7 @@ def test_expected_distinct_experts(experts: int, chosen: int, tokens: int, disti
     rng = np.random.default_rng(0)
     draws = [
         len({int(e) for _ in range(tokens) for e in rng.choice(experts, chosen, replace=False)})
-        for _ in range(200)
+        for _ in range(60)
     ]
     error = np.std(draws) / np.sqrt(len(draws))
     assert abs(np.mean(draws) - expected_distinct(experts, chosen, tokens)) <= 3 * error + 1e-9

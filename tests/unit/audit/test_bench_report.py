@@ -181,7 +181,7 @@ def test_concurrency_is_kept(engine):
 
 STREAM = (
     'data: {"choices": [{"text": "a"}]}\n\n: comment\n\ndata: {"choices": [{"text": ""}]}\n\n'
-    'data: {"choices": [{"text": "bc"}]}\n\n'
+    'data: {"choices": [{"text": "bc"}]}\n\ndata: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n'
     'data: {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 3, '
     '"prompt_tokens_details": {"cached_tokens": 2}}}\n\ndata: [DONE]\n\n'
 )
@@ -191,7 +191,7 @@ def answer(request: httpx.Request) -> httpx.Response:
     if request.url.path == "/v1/models":
         return httpx.Response(200, json={"data": [{"id": "tiny"}]})
     if request.url.path == "/v1/internal/active":
-        return httpx.Response(200, json={"numerics_digest": "abc", "vocab": 300})
+        return httpx.Response(200, json={"engine": {"numerics_digest": "abc", "vocab": 300}})
     body = json.loads(request.content)
     if body["prompt"] == "full":
         return httpx.Response(429, json={"error": {"message": "try later"}})
@@ -217,7 +217,7 @@ def test_http_client_reads_a_stream():
 
     fine, full, bad = asyncio.run(run())
     assert fine.is_complete
-    assert (fine.num_prompt, fine.num_output, fine.num_cached, len(fine.token_s)) == (4, 3, 2, 2)
+    assert (fine.num_prompt, fine.num_output, fine.num_cached, len(fine.token_s)) == (4, 3, 2, 3)
     assert full.is_rejected
     assert "429" in (full.error or "")
     assert not bad.is_rejected

@@ -17,8 +17,9 @@ def test_plain_lines():
         [(0, np.array([1, 0, 999, 0])), (12, np.array([0, 0, 0, 0]))], width=40, is_plain=True, num_top=2
     )
     first, second = (line.plain for line in lines)
-    assert first == f"layer  0 |{ASCII_SHADES[1]} @ | 2 100%, 0 0%"
-    assert second == "layer 12 |    | none"
+    faint = ASCII_SHADES[1]
+    assert first == f"layer  0 |{faint}{faint}  @@  | 2 100%, 0 0%"
+    assert second == "layer 12 |        | none"
     assert all(ord(char) < 128 for char in first + second)
 
 

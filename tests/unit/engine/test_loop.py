@@ -1,4 +1,4 @@
-"""The engine loop over a fake model: events, cancelling, draining, closing, failures that leave nobody waiting."""
+"""The engine loop over a fake model: events, cancelling, draining, closing, failures that reach everyone."""
 
 import threading
 from collections.abc import Iterable

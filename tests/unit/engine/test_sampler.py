@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from moesaic.engine.sampler import Recipe, Sampler
@@ -105,6 +106,23 @@ def test_neighbours_and_row_placement_do_not_matter(options):
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
         for i in order:
             assert shared.draw(rows[i], recipes[i], history(i)) == alone[i]
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9, "logprobs": 3}, {"top_k": 50, "min_p": 0.01}], ids=str)
+def test_threads_do_not_matter(options):
+    vocab = 70_001
+    logits, chosen = row(vocab), recipe(vocab, seed=3, **options)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            sampler = Sampler(vocab)
+            draws = [sampler.draw(logits, chosen, history(*range(n))) for n in range(4)]
+            found.append((draws, sampler._filter(logits, logits.max(), chosen).tobytes()))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
 
 
 def test_draw_depends_on_seed_and_position_only():

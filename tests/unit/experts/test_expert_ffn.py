@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from moesaic.experts.contract import ExpertBatch, Tag
+from moesaic.experts.contract import ExpertBatch, Tag, Wave
 from moesaic.experts.ffn import GROUP_ROWS, LoopFfn
-from moesaic.experts.store import ExpertLoader
+from moesaic.experts.store import ExpertLoader, ResidentStore
 from moesaic.kernels.formats import pack
 from moesaic.kernels.ops import Ops, choose
 from moesaic.spec.model import Activation, GateSpec, MoeSpec
@@ -162,6 +163,42 @@ def test_one_expert_may_have_another_format() -> None:
     assert has_changed[4:10].any()
     assert not has_changed[:4].any()
     assert not has_changed[10:].any()
+
+
+class LateStore(ResidentStore):
+    """Some experts come late and in another order, as from a slower tier."""
+
+    def __init__(self, store: ResidentStore, waves: list[tuple[int, ...]]) -> None:
+        self._store = store
+        self._waves = waves
+
+    def waves(self, layer_idx: int, offsets_L1: Tensor) -> Iterator[Wave]:
+        (whole,) = self._store.waves(layer_idx, offsets_L1)
+        for slots in self._waves:
+            yield replace(whole, slots=slots, ready=Late())
+
+
+class Late:
+    is_here = False
+
+    def ready(self) -> bool:
+        return self.is_here
+
+    def wait(self, timeout_s: float) -> None:
+        self.is_here = True
+
+
+def test_waves_may_come_late_and_in_any_order() -> None:
+    spec, ops = moe_spec(6), make_ops()
+    ffn, _ = make_experts(spec, ops)
+    batch = make_batch([3, 1, 0, 17, 2, 40])
+    late = LoopFfn(spec, LateStore(ffn._store, [(4, 3), (5, 0, 1)]), ops)  # type: ignore[arg-type]
+    steps = late(batch)
+    waits = [next(steps)]
+    waits[0].wait(1.0)
+    waits.append(next(steps))
+    assert waits[0] is not waits[1]  # one wait per wave
+    assert torch.equal(run(late, batch), run(ffn, batch))
 
 
 class WatchedOps:

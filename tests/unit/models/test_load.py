@@ -80,9 +80,7 @@ def test_dtype_can_be_chosen(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"config\.json cannot be read \(No such file.*a model is a local folder"
-    ):
+    with pytest.raises(CheckpointError, match=r"no folder .*nowhere; .*download the model first"):
         load(tmp_path / "nowhere", num_threads=1)
     write_checkpoint(tmp_path, llama_config())
     (tmp_path / "config.json").write_text("{")
@@ -90,6 +88,16 @@ def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
         load(tmp_path, num_threads=1)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"config\.json"):
+        load(tmp_path, num_threads=1)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read \(No such file"):
+        load(tmp_path, num_threads=1)
+
+
+def test_an_adapter_folder_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="holds an adapter"):
         load(tmp_path, num_threads=1)
 
 

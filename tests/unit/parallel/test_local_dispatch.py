@@ -154,6 +154,20 @@ def test_hints_are_told_by_slot_of_the_next_layer() -> None:
     del local_ticket, last_ticket
 
 
+def test_a_hint_is_told_once_however_many_chunks() -> None:
+    hints = []
+
+    class Listening(ScaleFfn):
+        def __call__(self, batch: ExpertBatch) -> Steps[Tensor]:
+            hints.append(batch.hint_L)
+            return super().__call__(batch)
+
+    local = Local(LAYERS, NUMERICS)
+    staged = Staged(tokens=local, experts=local, ffn=Listening(), num_chunks=3)
+    drive([staged.forward(make_rows(), make_routing(), TAG, torch.arange(NUM_EXPERTS))], timeout_s=1.0)
+    assert [hint is not None for hint in hints] == [True, False, False]
+
+
 def test_whatever_is_next_is_the_oldest() -> None:
     local = Local(LAYERS, NUMERICS)
     tags = [replace(TAG, micro_batch=i) for i in range(3)]

@@ -190,8 +190,8 @@ def test_roots_are_the_largest_whole_subtrees(
     choice_J = torch.tensor(owned)
     leaf_JD = torch.randn(len(owned), 4)
     found = evaluate_subtrees(leaf_JD, torch.zeros_like(choice_J), choice_J, num_choices)
-    assert sorted(zip(found.level_S.tolist(), found.node_S.tolist(), strict=True)) == roots
-    assert (found.token_S == 0).all()
+    assert sorted(zip(found.level_Q.tolist(), found.node_Q.tolist(), strict=True)) == roots
+    assert (found.token_Q == 0).all()
 
 
 def test_a_lost_subtree_is_noticed() -> None:

@@ -189,7 +189,7 @@ def test_a_window_group_frees_what_no_later_position_sees() -> None:
         ledger.extend(grant, end)
         ledger.commit(grant, end, block_keys(SCOPE, range(end), BLOCK))
         ledger.check()
-        live = [idx for idx, block_id in enumerate(grant.tables[1]) if block_id != NO_BLOCK]
+        live = [idx for idx, block_id in enumerate(grant.blocks(end, BLOCK)[1]) if block_id != NO_BLOCK]
         # The next position, `end`, sees end - 4 .. end.
         assert live == list(range(max(0, end - 4) // BLOCK, -(-end // BLOCK)))
     assert len(grant.tables[0]) == 10

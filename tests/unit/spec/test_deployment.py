@@ -50,7 +50,8 @@ def with_layout(found: Layout, numerics: Numerics = NUMERICS) -> Deployment:
     return replace(ONE, numerics=numerics, instances=(replace(ONE.instances[0], layout=found, plan=plan),))
 
 
-# --- round trip ---------------------------------------------------------------------------------------------------
+# --- round trip
+# ---------------------------------------------------------------------------------------------------
 
 sizes = st.integers(1, 4)
 
@@ -160,7 +161,8 @@ def test_digest_ignores_key_order_and_blanks() -> None:
     assert replace(ONE, model_digest="other").digest() != ONE.digest()
 
 
-# --- reading ------------------------------------------------------------------------------------------------------
+# --- reading
+# ------------------------------------------------------------------------------------------------------
 
 
 def edited(path: str, value: Any) -> str:
@@ -273,7 +275,8 @@ def test_absent_fields_take_their_defaults() -> None:
     assert from_json(json.dumps(data)).digest() == ONE.digest()
 
 
-# --- layouts ------------------------------------------------------------------------------------------------------
+# --- layouts
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -309,7 +312,7 @@ def test_split_layout() -> None:
 
 def test_a_layout_needs_leaves_to_split_a_sum() -> None:
     with pytest.raises(
-        ConfigError, match="tp 2 splits a matmul further than its 1 leaves; .* matmul_shards = 2"
+        ConfigError, match=r"tp 2 splits a matmul further than its 1 leaves; .* matmul_shards = 2"
     ):
         with_layout(layout())
     assert with_layout(layout(), NUMERICS.with_leaves(matmul_shards=2))
@@ -330,14 +333,15 @@ def test_kvp_divides_the_lanes() -> None:
 
     kvp(2).check_numerics(NUMERICS)
     with pytest.raises(
-        ConfigError, match="kvp 8 must divide kv_lanes .4.; 4 mod 8 = 4; .* kv_lanes = 8 allow it"
+        ConfigError, match=r"kvp 8 must divide kv_lanes .4.; 4 mod 8 = 4; .* kv_lanes = 8 allow it"
     ):
         kvp(8).check_numerics(NUMERICS)
-    with pytest.raises(ConfigError, match="4 mod 3 = 1$"):
+    with pytest.raises(ConfigError, match=r"4 mod 3 = 1$"):
         kvp(3).check_numerics(NUMERICS)
 
 
-# --- what runs ----------------------------------------------------------------------------------------------------
+# --- what runs
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_one_process_runs() -> None:

@@ -32,7 +32,8 @@ def sparse(spec: ModelSpec) -> list[int]:
     return [layer_idx for layer_idx, _ in spec.moe_layers]
 
 
-# --- every family -------------------------------------------------------------------------------------------------
+# --- every family
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -45,7 +46,7 @@ def test_known_families_are_read_exactly(name: str) -> None:
 
 
 def test_families_without_a_lack_are_the_runnable_ones() -> None:
-    assert RUNNABLE == {"llama", "mixtral", "olmoe", "qwen3_moe", "deepseek_v3"}
+    assert {"llama", "mixtral", "olmoe", "qwen3_moe", "deepseek_v3"} == RUNNABLE
     for row in FAMILIES.values():
         assert row.lacks is None or row.lacks.strip()
 
@@ -104,7 +105,8 @@ def test_a_null_is_none_and_an_absent_key_the_default() -> None:
     assert read(V3, q_lora_rank=DROP).layers[0].mixer.q_lora_rank == 1536  # type: ignore[union-attr]
 
 
-# --- which layers are sparse --------------------------------------------------------------------------------------
+# --- which layers are sparse
+# --------------------------------------------------------------------------------------
 
 
 def test_mlp_only_layers_come_before_decoder_sparse_step() -> None:
@@ -177,7 +179,8 @@ def test_gemma_shared_keys_point_at_the_last_layer_of_their_kind() -> None:
     assert [layer.mixer.head_dim for layer in layers[4:7]] == [16, 32, 16]  # type: ignore[union-attr]
 
 
-# --- nesting and other names --------------------------------------------------------------------------------------
+# --- nesting and other names
+# --------------------------------------------------------------------------------------
 
 
 def test_nested_text_config_is_never_read_as_dense() -> None:
@@ -214,7 +217,8 @@ def test_expert_count_under_another_name(name: str) -> None:
         read(QWEN3, **{name: 6})
 
 
-# --- rope ---------------------------------------------------------------------------------------------------------
+# --- rope
+# ---------------------------------------------------------------------------------------------------------
 
 
 def rope_of(spec: ModelSpec) -> Any:
@@ -297,7 +301,8 @@ def test_dynamic_rope_is_read_and_not_run() -> None:
     assert read(QWEN3, rope_scaling={"rope_type": "yarn", "factor": 2.0}).is_runnable
 
 
-# --- quantised checkpoints ----------------------------------------------------------------------------------------
+# --- quantised checkpoints
+# ----------------------------------------------------------------------------------------
 
 
 def stored(spec: ModelSpec) -> dict[str, tuple[str, float]]:
@@ -367,7 +372,8 @@ def test_quantisation_that_cannot_be_told_is_refused(quantisation: Any, words: s
         read(MIXTRAL, quantization_config=quantisation)
 
 
-# --- errors -------------------------------------------------------------------------------------------------------
+# --- errors
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -421,7 +427,7 @@ def test_wrong_values_name_key_value_and_rule(base: str, changes: dict[str, Any]
 
 def test_nested_keys_are_named_with_their_path() -> None:
     nested = {"model_type": "qwen3_vl_moe", "text_config": dict(QWEN3, num_experts=-1)}
-    with pytest.raises(ConfigError, match="text_config.num_experts must be between"):
+    with pytest.raises(ConfigError, match=r"text_config\.num_experts must be between"):
         read(nested)
 
 
@@ -438,7 +444,8 @@ def test_what_is_no_object_is_refused() -> None:
         read({"model_type": "x", "text_config": 3})
 
 
-# --- unknown families ---------------------------------------------------------------------------------------------
+# --- unknown families
+# ---------------------------------------------------------------------------------------------
 
 
 def test_unknown_family_is_read_by_the_usual_keys_and_says_so() -> None:
@@ -479,7 +486,8 @@ def test_unknown_family_with_a_latent() -> None:
     assert sparse(spec) == [1, 2, 3]
 
 
-# --- fuzz ---------------------------------------------------------------------------------------------------------
+# --- fuzz
+# ---------------------------------------------------------------------------------------------------------
 
 DAMAGE: list[Any] = [
     None, -1, 0, 1, "x", True, 1.5, float("nan"), float("inf"), 10**30, 10**400, [], {}, [1], ["x"], {"a": 1},
@@ -502,15 +510,16 @@ def test_a_damaged_config_is_read_or_refused_but_never_crashes(name: str, data: 
     for key in data.draw(st.lists(st.sampled_from([*sorted(config), *extra]), min_size=1, max_size=3)):
         if key != "model_type":
             config[key] = data.draw(st.sampled_from(DAMAGE))
+    message = ""
     try:
-        spec = read_config(config, name="config.json")
+        assert read_config(config, name="config.json").layers
     except ConfigError as error:
-        assert len(str(error)) < 400
-    else:
-        assert spec.layers
+        message = str(error)
+    assert len(message) < 400
 
 
-# --- real configs -------------------------------------------------------------------------------------------------
+# --- real configs
+# -------------------------------------------------------------------------------------------------
 
 
 def test_every_shared_config_is_read(shared_data: Path) -> None:

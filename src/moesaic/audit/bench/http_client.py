@@ -57,7 +57,7 @@ class HttpLoad:
                     async for chunk in _events(response):
                         if "error" in chunk:
                             error = str(chunk["error"])
-                        if any(choice.get("text") for choice in chunk.get("choices", ())):
+                        if any(_has_token(choice) for choice in chunk.get("choices", ())):
                             arrivals.append(time.perf_counter())
                         usage = chunk.get("usage") or usage
         except httpx.HTTPError as failure:
@@ -109,7 +109,13 @@ async def active(http: httpx.AsyncClient) -> dict[str, Any]:
         value = response.json() if response.status_code == 200 else {}
     except (httpx.HTTPError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+    facts = value.get("engine") if isinstance(value, dict) else None
+    return facts if isinstance(facts, dict) else {}
+
+
+def _has_token(choice: dict[str, Any]) -> bool:
+    """A token may add no text yet, such as half a character; the last chunk of a choice may carry none."""
+    return bool(choice.get("text")) or choice.get("finish_reason") is None
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -140,9 +140,9 @@ class Local(TokenSide, ExpertSide):
 
 
 def _layer_slots(layer_idx: int, spec: MoeSpec, slot_expert: np.ndarray) -> _LayerSlots:
-    """Which slot serves each expert: its first copy."""
+    """Which slot serves each expert; one rank gains nothing from a second copy."""
     slot_E = np.full(spec.num_experts, -1, dtype=np.int64)
-    slot_E[slot_expert[::-1]] = np.arange(len(slot_expert), dtype=np.int64)[::-1]
+    slot_E[slot_expert] = np.arange(len(slot_expert))
     lost = np.flatnonzero(slot_E < 0)
     if lost.size:
         raise ConfigError(
