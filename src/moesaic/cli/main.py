@@ -86,7 +86,7 @@ def main() -> NoReturn:
     arguments = sys.argv[1:]
     typed = next((argument for argument in arguments if not argument.startswith("-")), "")
     try:
-        build_app(typed)()
+        build_app(typed)(prog_name="moesaic")
     except MoesaicError as error:
         if "--debug" in arguments:
             raise
