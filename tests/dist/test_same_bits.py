@@ -3,13 +3,15 @@
 One rank computes a stack of MoE layers: that is the reference. Then the same tokens and the same experts are
 spread over ranks, and the result must be the same, bit for bit, every element, however they are spread:
 
-    rank 0                 rank 1                 rank 2                 rank 3
-    131 tokens             none (idle)            97 tokens              32 tokens
-    experts 3 8 9 15       experts 0 1 2 4 5      no experts             experts 6 7 .. and a copy of 3
-        \\                      |                      |                     /
-         +---- each row once to each rank that serves it; J = 0 is a batch, too ---+
-                                |
-         every reply lands at its (token, choice); one tree adds, wherever it is evaluated
+    rank 0               rank 1               rank 2               rank 3
+    131 tokens           no tokens (idle)     97 tokens            32 tokens
+    experts 3 8 9 15     experts 0 1 2 4 5    no experts           experts 6 7 .., a copy of 3
+        |                    |                    |                    |
+        +--------------------+---------+----------+--------------------+
+                                       |
+                   each row goes once to each rank that serves it
+                   each reply lands at its (token, choice)
+                   one tree adds, wherever its pieces are evaluated
 
 Float32 comes first: rounding to bfloat16 hides a wrong order of sums in all but a few elements. The last test
 is the negative control: one partial sum per rank, the order that a layout suggests, must be caught here.

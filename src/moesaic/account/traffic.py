@@ -11,10 +11,8 @@ from moesaic.spec.hardware import Machine
 from moesaic.spec.model import ModelSpec, MoeSpec
 from moesaic.spec.numerics import Format
 
-FLOPS_EFFICIENCY = 0.7
-BANDWIDTH_EFFICIENCY = 0.8
-# guess: shares of the datasheet's rates that large matrix products and long reads reach on current
-# accelerators; a measured calibration replaces them.
+FLOPS_EFFICIENCY = 0.7  # guess: share of the datasheet's rate that large matrix products reach
+BANDWIDTH_EFFICIENCY = 0.8  # guess: share of the datasheet's bandwidth that long reads reach
 
 
 def sparsity(moe: MoeSpec) -> float:

@@ -14,12 +14,12 @@ from moesaic.account.flops import token_flops
 from moesaic.account.memory import devices_for_weights, expert_bytes, kv_footprint, weight_bytes
 from moesaic.account.params import count_params, mtp_params
 from moesaic.account.traffic import BalancePoint, StepTraffic, balance_point, sparsity, step_traffic
-from moesaic.audit.safetensors import read_headers
 from moesaic.errors import CheckpointError
 from moesaic.spec.families import read_config
 from moesaic.spec.hardware import Machine, machine
 from moesaic.spec.locate import Located, locate, read_json_object
 from moesaic.spec.model import ModelSpec
+from moesaic.spec.safetensors import read_header
 
 INDEX_FILE = "model.safetensors.index.json"
 CONTEXT_LEN = 1024
@@ -194,7 +194,7 @@ def _look_at_files(located: Located, spec: ModelSpec) -> tuple[CheckpointView | 
         notes.append(f"{INDEX_FILE} names {len(missing)} files that are not there: {', '.join(missing[:3])}")
     if not paths:
         return None, (*notes, "the folder holds no *.safetensors file")
-    tensors = [tensor for path in paths for tensor in read_headers(path)]
+    tensors = [tensor for path in paths for tensor in read_header(path)]
     experts = [tensor.name for tensor in tensors if _EXPERT_NAME.search(tensor.name)]
     if experts and not spec.moe_layers:
         raise CheckpointError(

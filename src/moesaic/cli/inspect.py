@@ -55,7 +55,7 @@ def render(found: Inspection) -> str:
         _row("KV", _kv(found)),
         _row(
             "operations",
-            f"{found.flops_per_token / 1e9:.1f} GFLOP per token at a context of {found.context_len}",
+            f"{_flops(found.flops_per_token)} per token at a context of {found.context_len}",
         ),
     ]
     for view in found.machines:
@@ -116,6 +116,12 @@ def _components(found: Inspection) -> list[str]:
             size = format_bytes(found.weight_bytes_by_component[component])
             rows.append(f"    {component.replace('_', ' '):<16}{format_count(count):>10}  {size:>8}")
     return rows
+
+
+def _flops(count: int) -> str:
+    """`90.6 GFLOP`."""
+    unit, name = next((one for one in ((10**12, "T"), (10**9, "G")) if count >= one[0]), (10**6, "M"))
+    return f"{count / unit:.1f} {name}FLOP"
 
 
 def _kv(found: Inspection) -> str:

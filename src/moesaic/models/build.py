@@ -6,7 +6,6 @@ alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from moesaic.errors import CheckpointError, UnsupportedModelError, nearest
+from moesaic.errors import UnsupportedModelError, nearest
 from moesaic.experts.ffn import LoopFfn
 from moesaic.experts.router import Router
 from moesaic.experts.store import ResidentStore
@@ -48,6 +47,7 @@ from moesaic.models.weights import (
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
 from moesaic.spec.families import read_config
+from moesaic.spec.locate import locate_folder
 from moesaic.spec.model import DenseSpec, GqaSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
 from moesaic.spec.numerics import DType, Numerics
 from moesaic.spec.numerics import preset as numerics_of
@@ -130,18 +130,10 @@ def load(
 def read_spec(path: str | Path) -> ModelSpec:
     """The spec that a folder's config.json describes; no weights.
 
-    Raises: CheckpointError for a file that is missing or no JSON; ConfigError for what it says.
+    Raises: ConfigError for a folder or file that is missing, and for what it says.
     """
-    file = Path(path) / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error.strerror}); a model folder holds config.json beside its weights"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
-    return read_config(config, name=str(file))
+    located = locate_folder(Path(path))
+    return read_config(located.config, name=located.name)
 
 
 def build(

@@ -37,11 +37,11 @@ def locate(name_or_path: str) -> Located:
     Raises: ConfigError naming what is missing or damaged and the next step.
     """
     if name_or_path == "demo" and not _exists(Path("demo")):
-        return _folder(DEMO_FOLDER, "demo")
+        return locate_folder(DEMO_FOLDER, "demo")
     path = Path(name_or_path).expanduser() if name_or_path else Path()
     if name_or_path and _exists(path):
         if path.is_dir():
-            return _folder(path, str(path))
+            return locate_folder(path)
         return Located(kind="config_file", name=str(path), path=path, config=read_json_object(path))
     if not name_or_path or name_or_path[0] in "./~" or path.suffix == ".json":
         raise ConfigError(
@@ -59,6 +59,8 @@ def preset(name: str) -> Located:
     """
     wanted = name.strip().lower()
     short = wanted.rsplit("/", 1)[-1]
+    if "/" not in wanted and _exists(PRESET_FOLDER / f"{wanted}.json"):
+        return Located(kind="preset", name=wanted, path=None, config=_read_preset(wanted)["config"])
     names = preset_names()
     stem = names.get(wanted) or names.get(short)
     if stem is None:
@@ -119,7 +121,11 @@ def _read_preset(stem: str) -> dict[str, Any]:
     return read_json_object(PRESET_FOLDER / f"{stem}.json")
 
 
-def _folder(path: Path, name: str) -> Located:
+def locate_folder(path: Path, name: str | None = None) -> Located:
+    """The config of a model folder; `name` is what messages call it, its path by default.
+
+    Raises: ConfigError when the folder or its config is missing or damaged.
+    """
     config_path = path / CONFIG_FILE
     if not _exists(config_path):
         state = "has no" if _exists(path) else "does not exist, so neither does its"
@@ -131,7 +137,7 @@ def _folder(path: Path, name: str) -> Located:
     config = read_json_object(config_path)
     if config.get("quantization_config") is None and _exists(path / QUANT_FILE):
         config["quantization_config"] = _modelopt(path / QUANT_FILE)
-    return Located(kind="folder", name=name, path=path, config=config)
+    return Located(kind="folder", name=name or str(path), path=path, config=config)
 
 
 def _modelopt(path: Path) -> dict[str, Any]:

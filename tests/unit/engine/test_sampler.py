@@ -67,7 +67,7 @@ def test_distribution(options, vocab):
     chosen = recipe(vocab, seed=42, **options)
     expected = oracle_probabilities(logits, chosen.request.sampling)
     sampler = Sampler(vocab)
-    num_draws = 4000
+    num_draws = 2500
     counts = np.zeros(vocab)
     for position in range(num_draws):
         counts[sampler.draw(logits, chosen, np.zeros(position + 1, dtype=np.int64)).token_id] += 1
@@ -85,9 +85,9 @@ def test_distribution_test_can_fail():
     expected = oracle_probabilities(logits, SamplingParams())
     sampler, chosen = Sampler(40), recipe(40, seed=42, temperature=1.2)
     counts = np.zeros(40)
-    for position in range(4000):
+    for position in range(2500):
         counts[sampler.draw(logits, chosen, np.zeros(position + 1, dtype=np.int64)).token_id] += 1
-    common = expected * 4000 >= 5
+    common = expected * 2500 >= 5
     wanted = expected[common] * counts[common].sum() / expected[common].sum()
     assert stats.chisquare(counts[common], wanted).pvalue < 1e-4
 

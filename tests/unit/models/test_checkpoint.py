@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from moesaic.errors import CheckpointError
-from moesaic.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_header
+from moesaic.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from moesaic.spec.safetensors import read_header
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),

@@ -343,23 +343,14 @@ def test_the_last_arrival_gives_way_and_is_not_told_apart_afterwards() -> None:
 
 
 def test_the_last_in_order_gives_way_first() -> None:
-    scheduler, model, owner = make_scheduler(TOKENS, [7]), HashModel(TOKENS, 4), Owner()
-    # By arrival r2 would be the last; its class makes it the first.
-    for i, priority in enumerate((0, 0, -1)):
-        request = make_request(f"r{i}", [i] * 7, priority=priority, max_tokens=8, ignore_eos=True)
-        scheduler.add(request, 0.0)
-    assert [row[0] for row in shape_of(step(scheduler, model, owner))] == ["r2", "r0"]
-    names = [[row[0] for row in shape_of(step(scheduler, model, owner))] for _ in range(7)]
-    assert names[:1] == [["r2", "r0"]]
-    assert scheduler.stats().preemptions_total == 0
-    scheduler = make_scheduler(TOKENS, [9])
+    scheduler = make_scheduler(TOKENS, [9], max_tokens_per_step=32)
     model, owner = HashModel(TOKENS, 4), Owner()
     for i, priority in enumerate((0, 0, -1)):
-        request = make_request(f"r{i}", [i] * 6, priority=priority, max_tokens=12, ignore_eos=True)
+        request = make_request(f"r{i}", [i] * 6, priority=priority, max_tokens=9, ignore_eos=True)
         scheduler.add(request, 0.0)
-    running = [[row[0] for row in shape_of(step(scheduler, model, owner))] for _ in range(12)]
-    assert running[0] == ["r2", "r0", "r1"]
-    assert running[-1] == ["r2", "r0"]
+    names = [[row[0] for row in shape_of(step(scheduler, model, owner))] for _ in range(8)]
+    # Three blocks each until the place of position 12 is needed: r2 runs first, r1 arrived last.
+    assert names[6:] == [["r2", "r0", "r1"], ["r2", "r0"]]
     assert scheduler.stats().preemptions_total == 1
 
 
@@ -374,11 +365,24 @@ def test_a_newcomer_leaves_a_block_to_each_that_could_take_it() -> None:
 
 
 def test_an_older_request_does_not_wait_for_a_later_one() -> None:
-    scheduler, model, owner = make_scheduler(TOKENS, [6], max_in_flight=2), HashModel(TOKENS, 4), Owner()
-    scheduler.add(make_request("sooner", range(8), priority=-1, max_tokens=9, ignore_eos=True), 0.0)
-    scheduler.add(make_request("older", range(20, 27), max_tokens=3, ignore_eos=True), 0.0)
-    step(scheduler, model, owner)
-    scheduler.add(make_request("later", [9], max_tokens=9, ignore_eos=True), 0.0)
+    scheduler, model = make_scheduler(TOKENS, [9], max_in_flight=2), HashModel(TOKENS, 4)
+    for name, num_prompt in (("first", 8), ("older", 7)):
+        scheduler.add(make_request(name, range(num_prompt), ignore_eos=True, salt=name), 0.0)
+    plans = [scheduler.schedule(0.0)]
+    scheduler.add(make_request("later", range(5), ignore_eos=True), 0.0)
+    plans.append(scheduler.schedule(0.0))
+    while scheduler.stats().preemptions_total == 0:
+        plan = plans.pop(0)
+        assert plan is not None
+        scheduler.commit(model.run(plan), 0.0)
+        plans.append(scheduler.schedule(0.0))
+    # The later one was in flight when the first took blocks from the older one; now it has to give way.
+    assert [row.request_id for row in rows_of(plans[0])] == ["later"]
+    assert [row.request_id for row in rows_of(plans[1])] == ["first"]
+    assert plans[0] is not None
+    scheduler.commit(model.run(plans[0]), 0.0)
+    assert [row.request_id for row in rows_of(scheduler.schedule(0.0))] == ["older"]
+    assert scheduler.stats().preemptions_total == 2
 
 
 def test_a_class_that_runs_earlier_takes_blocks_and_places_from_a_later_one() -> None:
