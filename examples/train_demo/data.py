@@ -36,14 +36,19 @@ class Corpus:
     held_out_stories: list[str]
 
 
+def _read(path: Path) -> str:
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        return file.read()
+
+
 def read_corpus(folder: Path) -> Corpus:
     """Read both files and hold out whole books and the last stories."""
-    novels_text = lzma.open(folder / NOVELS_FILE, "rt", encoding="utf-8").read()
+    novels_text = _read(folder / NOVELS_FILE)
     novels, held_out_novels = [], []
     for part in novels_text.split("<|book|>")[1:]:
         name, _, body = part.partition("\n")
         (held_out_novels if name.strip() in HELD_OUT_BOOKS else novels).append(body.strip().lower())
-    stories_text = lzma.open(folder / STORIES_FILE, "rt", encoding="utf-8").read()
+    stories_text = _read(folder / STORIES_FILE)
     stories = [story.strip().lower() for story in stories_text.split("<|end|>") if story.strip()]
     num_kept = round(len(stories) * (1 - HELD_OUT_STORY_SHARE))
     return Corpus(
@@ -71,16 +76,21 @@ def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     chars_per_book = 2 * sum(map(len, corpus.stories)) // len(corpus.novels)
-    tokenizer.train_from_iterator([*corpus.stories, *(book[:chars_per_book] for book in corpus.novels)], trainer)
+    tokenizer.train_from_iterator(
+        [*corpus.stories, *(book[:chars_per_book] for book in corpus.novels)], trainer
+    )
     return tokenizer
 
 
 _AFTER_NOUN = (
-    r"(?=[.,!?]| (?:and|was|were|is|said|had|to|in|on|with|that|who|could|saw|felt|went|ran|for|but|of|he|she|it)\b)"
+    r"(?=[.,!?]| (?:and|was|were|is|said|had|to|in|on|with|that|who|could|saw|felt|went|ran|for|but|of|he"
+    r"|she|it)\b)"
 )
 _NOUN = re.compile(r"\b(?:a|an|the) ([a-z]{3,})" + _AFTER_NOUN)
 _NAMED = re.compile(r"\b(?:a|an) (?:little |small |young |big )?([a-z]+) named ([a-z]+)\b")
-_NOT_TOPICS = frozenset("day end same other one first next way time lot bit boy girl end".split())
+_NOT_TOPICS = frozenset(
+    ["day", "end", "same", "other", "one", "first", "next", "way", "time", "lot", "bit", "boy", "girl", "end"]
+)
 _REQUESTS = (
     "tell me a story about a {topic}.",
     "write a story about a {topic}.",
@@ -167,14 +177,12 @@ def novel_stream(tokens: np.ndarray, seed: int, **state: int) -> WindowStream:
 
 
 def story_stream(tokenizer: Tokenizer, stories: list[str], chat_shares: list[float], seed: int, **state: int):
-    """Return windows of the stories, reshuffled each pass; ``chat_shares[pass]`` of them are chats (last: rest)."""
+    """Return windows of the stories, reshuffled each pass; ``chat_shares[pass]`` of them are chats."""
 
     def make_tokens(pass_idx: int, generator: np.random.Generator) -> np.ndarray:
         share = chat_shares[min(pass_idx, len(chat_shares) - 1)]
         order = generator.permutation(len(stories))
-        chosen = [
-            as_chat(stories[i], generator) if generator.random() < share else stories[i] for i in order
-        ]
+        chosen = [as_chat(stories[i], generator) if generator.random() < share else stories[i] for i in order]
         return encode_documents(tokenizer, chosen)
 
     return WindowStream("stories", make_tokens, seed, **state)

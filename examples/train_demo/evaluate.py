@@ -26,7 +26,8 @@ PROMPTS = (
     f"{BOS}{USER}can you tell me a story about a girl named lily?{ASSISTANT}",
     f"{BOS}he turned to the window, and",
 )
-COPY_RUN_WORDS = 30
+COPY_RUN_WORDS = 30  # a sample with a run this long counts as a copy
+TOP_P = 0.95
 
 
 @torch.no_grad()
@@ -57,14 +58,16 @@ def measure_domain(model: DemoModel, tokens: np.ndarray, num_bytes: int, length:
 def compare_skew(first: list[list[float]], second: list[list[float]], num_hottest: int) -> list[dict]:
     """Return, per sparse layer, how much the hottest experts of each domain carry and how many they share."""
     layers = []
-    for shares in zip(first, second):
+    for shares in zip(first, second, strict=False):
         hottest = [set(np.argsort(share)[-num_hottest:].tolist()) for share in shares]
         layers.append(
             {
                 "hottest_share": [float(sum(sorted(share)[-num_hottest:])) for share in shares],
                 "max_over_mean": [float(max(share) * len(share)) for share in shares],
                 "hottest_in_common": len(hottest[0] & hottest[1]),
-                "overlap": float(np.minimum(*map(np.array, shares)).sum()),  # 1: same load; 0: no expert shared
+                "overlap": float(
+                    np.minimum(*map(np.array, shares)).sum()
+                ),  # 1: same load; 0: no expert shared
             }
         )
     return layers
@@ -72,51 +75,65 @@ def compare_skew(first: list[list[float]], second: list[list[float]], num_hottes
 
 @torch.no_grad()
 def generate(
-    model: DemoModel, ids: list[int], eos_id: int, *, num_tokens: int, temperature: float, top_p: float, seed: int
-) -> list[int]:
-    """Return new token ids until eos; temperature 0 is greedy. No KV cache: short and slow."""
+    model: DemoModel,
+    prompt_ids: list[int],
+    eos_id: int,
+    temperatures: list[float],
+    *,
+    num_tokens: int,
+    seed: int,
+) -> list[list[int]]:
+    """Return new token ids, up to eos, one list per temperature (0 is greedy; top_p is 0.95).
+
+    All rows share the prompt and run as one batch.
+    """
     generator = torch.Generator().manual_seed(seed)
-    prompt_length = len(ids)
-    ids = list(ids)
-    while len(ids) < prompt_length + num_tokens:
-        logits = model(torch.tensor([ids]))[0, -1]
-        if temperature == 0:
-            next_id = int(logits.argmax())
-        else:
-            probs, order = (logits / temperature).softmax(-1).sort(descending=True)
-            probs[probs.cumsum(0) - probs >= top_p] = 0.0
-            next_id = int(order[torch.multinomial(probs, 1, generator=generator)])
-        if next_id == eos_id:
-            break
-        ids.append(next_id)
-    return ids[prompt_length:]
-
-
-def longest_copied_run(samples: list[str], documents: list[str], limit: int = COPY_RUN_WORDS) -> list[int]:
-    """Return for each sample the longest run of words that stands in the documents, searched up to ``limit``."""
-    sample_words = [sample.split() for sample in samples]
-    longest = [0] * len(samples)
-    for run in range(4, limit + 1):
-        wanted: dict[tuple[str, ...], set[int]] = {}
-        for idx, words in enumerate(sample_words):
-            if run > 4 and longest[idx] < run - 1:
+    ids_BS = torch.tensor([prompt_ids] * len(temperatures))
+    for _ in range(num_tokens):
+        next_ids = []
+        for logits, temperature in zip(model(ids_BS)[:, -1], temperatures, strict=False):
+            if temperature == 0:
+                next_ids.append(int(logits.argmax()))
                 continue
-            for start in range(len(words) - run + 1):
-                wanted.setdefault(tuple(words[start : start + run]), set()).add(idx)
-        if not wanted:
+            probs, order = (logits / temperature).softmax(-1).sort(descending=True)
+            probs[probs.cumsum(0) - probs >= TOP_P] = 0.0
+            next_ids.append(int(order[torch.multinomial(probs, 1, generator=generator)]))
+        new_BS = torch.tensor(next_ids)[:, None]
+        ids_BS = torch.cat((ids_BS, new_BS), dim=1)
+        if (ids_BS == eos_id).any(dim=1).all():
             break
-        joined = {gram: " " + " ".join(gram) + " " for gram in wanted}
-        for gram, indices in wanted.items():
-            if any(joined[gram] in document for document in documents):
-                for idx in indices:
-                    longest[idx] = run
+    rows = [row[len(prompt_ids) :] for row in ids_BS.tolist()]
+    return [row[: row.index(eos_id)] if eos_id in row else row for row in rows]
+
+
+def longest_copied_runs(samples: list[str], documents: list[str], limit: int) -> list[int]:
+    """Return for each sample the longest run of words, up to ``limit``, that also stands in a document.
+
+    Compares 64-bit rolling hashes of every run, so a chance hit is out of the question in practice.
+    """
+    word_ids: dict[str, int] = {}
+
+    def hash_seeds(text: str) -> np.ndarray:
+        ids = [word_ids.setdefault(word, len(word_ids)) for word in text.split()]
+        return (np.array(ids, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+
+    known = hash_seeds(" <|break|> ".join(documents))
+    texts = [hash_seeds(sample) for sample in samples]
+    base = np.uint64(0xD6E8FEB86659FD93)
+    known_hash, text_hashes, longest = known, texts, [0] * len(samples)
+    for run in range(1, limit + 1):
+        if run > 1:
+            known_hash = known_hash[:-1] * base + known[run - 1 :]
+            text_hashes = [h[:-1] * base + t[run - 1 :] for h, t in zip(text_hashes, texts, strict=False)]
+        for idx, hashes in enumerate(text_hashes):
+            if longest[idx] == run - 1 and len(hashes) and np.isin(hashes, known_hash).any():
+                longest[idx] = run
     return longest
 
 
 def copy_check(samples: list[str], documents: list[str]) -> dict:
-    """Return the longest copied run of each sample in the normalised training text, and whether all are short."""
-    text = [" " + " ".join(document.split()) + " " for document in documents]
-    runs = longest_copied_run(samples, [" ".join(text)])
+    """Return the longest copied run of words of each sample, and whether all are short enough."""
+    runs = longest_copied_runs(samples, documents, COPY_RUN_WORDS)
     return {"longest_copied_words": runs, "is_free_of_long_copies": max(runs) < COPY_RUN_WORDS}
 
 
@@ -136,16 +153,16 @@ def evaluate(run: Path, corpus_folder: Path, length: int, max_rows: int) -> dict
         report[domain] = measure_domain(model, tokens, num_bytes, length, max_rows)
     loads = [report[domain].pop("load_share") for domain in ("novels", "stories")]
     report["skew_novels_vs_stories"] = compare_skew(*loads, num_hottest=model.config.num_experts // 4)
-    report["load_share"] = dict(zip(("novels", "stories"), loads))
+    report["load_share"] = dict(zip(("novels", "stories"), loads, strict=False))
 
     eos_id = tokenizer.token_to_id(EOS)
     samples = []
-    for idx in range(20):
-        prompt = PROMPTS[idx % len(PROMPTS)]
-        settings = {"temperature": 0.0 if idx < len(PROMPTS) else 0.8, "top_p": 0.95, "seed": idx}
-        ids = tokenizer.encode(prompt).ids
-        new_ids = generate(model, ids, eos_id, num_tokens=220, **settings)
-        samples.append({"prompt": prompt, **settings, "text": tokenizer.decode(new_ids)})
+    temperatures = [0.0, 0.8, 0.8, 0.8]
+    for seed, prompt in enumerate(PROMPTS):
+        prompt_ids = tokenizer.encode(prompt).ids
+        rows = generate(model, prompt_ids, eos_id, temperatures, num_tokens=220, seed=seed)
+        for temperature, ids in zip(temperatures, rows, strict=False):
+            samples.append({"prompt": prompt, "temperature": temperature, "text": tokenizer.decode(ids)})
     report["samples"] = samples
     report["copy_check"] = copy_check([s["text"] for s in samples], corpus.novels + corpus.stories)
     return report
@@ -158,14 +175,14 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, help="write the report here as JSON")
     parser.add_argument("--length", type=int, default=512, help="tokens per row")
-    parser.add_argument("--max-rows", type=int, default=200, help="rows per domain")
+    parser.add_argument("--max-rows", type=int, default=40, help="rows per domain")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     report = evaluate(args.run, args.corpus, args.length, args.max_rows)
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
-    for sample in report["samples"][:10]:
+    for sample in report["samples"]:
         print(f"--- temperature {sample['temperature']}\n{sample['prompt']} [...]{sample['text']}")
     print(json.dumps({key: report[key] for key in report if key not in ("samples", "load_share")}, indent=1))
 

@@ -136,7 +136,7 @@ def tokenizer_config(config: ModelConfig) -> dict:
 
 
 def export(run: Path, out: Path) -> None:
-    """Write config, weights (bfloat16; gate and selection bias float32), tokenizer and generation defaults."""
+    """Write config, weights (bfloat16; gate and selection bias float32), tokenizer, generation defaults."""
     out.mkdir(parents=True, exist_ok=True)
     model = load_model(run / "checkpoint.pt")
     weights = {

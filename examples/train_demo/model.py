@@ -46,6 +46,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x over its root mean square, times the gain."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
@@ -75,28 +76,42 @@ class LatentAttention(nn.Module):
         self.q_proj = nn.Linear(c.hidden_size, c.num_heads * (c.nope_width + c.rope_width), bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(c.hidden_size, c.kv_latent_width + c.rope_width, bias=False)
         self.kv_a_layernorm = RMSNorm(c.kv_latent_width, c.norm_eps)
-        self.kv_b_proj = nn.Linear(c.kv_latent_width, c.num_heads * (c.nope_width + c.value_width), bias=False)
+        self.kv_b_proj = nn.Linear(
+            c.kv_latent_width, c.num_heads * (c.nope_width + c.value_width), bias=False
+        )
         self.o_proj = nn.Linear(c.num_heads * c.value_width, c.hidden_size, bias=False)
 
-    def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, cache: list[Tensor] | None = None
+    ) -> Tensor:
+        """Return [B, S, D]; ``cache``, [] at first, gathers the latents and rotated keys of all positions."""
         c = self.config
         B, S, _ = x_BSD.shape
         q_BHSC = self.q_proj(x_BSD).view(B, S, c.num_heads, -1).transpose(1, 2)
         q_nope, q_rope = q_BHSC.split((c.nope_width, c.rope_width), dim=-1)
-        latent_BSM, k_rope_BSC = self.kv_a_proj_with_mqa(x_BSD).split((c.kv_latent_width, c.rope_width), dim=-1)
-        kv_BHSC = self.kv_b_proj(self.kv_a_layernorm(latent_BSM)).view(B, S, c.num_heads, -1).transpose(1, 2)
-        k_nope, v_BHSC = kv_BHSC.split((c.nope_width, c.value_width), dim=-1)
-        k_rope = apply_rope(k_rope_BSC[:, None], cos_SC, sin_SC).expand(-1, c.num_heads, -1, -1)
+        latent_BSM, k_rope_BSC = self.kv_a_proj_with_mqa(x_BSD).split(
+            (c.kv_latent_width, c.rope_width), dim=-1
+        )
+        k_rope_BSC = apply_rope(k_rope_BSC, cos_SC, sin_SC)
+        if cache is not None:
+            if cache:
+                latent_BSM = torch.cat((cache[0], latent_BSM), dim=1)
+                k_rope_BSC = torch.cat((cache[1], k_rope_BSC), dim=1)
+            cache[:] = [latent_BSM, k_rope_BSC]
+        num_keys = latent_BSM.shape[1]
+        kv_BHSC = self.kv_b_proj(self.kv_a_layernorm(latent_BSM)).view(B, num_keys, c.num_heads, -1)
+        k_nope, v_BHSC = kv_BHSC.transpose(1, 2).split((c.nope_width, c.value_width), dim=-1)
+        k_rope = k_rope_BSC[:, None].expand(-1, c.num_heads, -1, -1)
         q = torch.cat((q_nope, apply_rope(q_rope, cos_SC, sin_SC)), dim=-1)
         k = torch.cat((k_nope, k_rope), dim=-1)
-        # The fused CPU kernel wants one head width for q, k and v: zero channels added to v leave y unchanged.
+        # The fused CPU kernel wants one head width for q, k and v: zero channels of v leave y unchanged.
         v = F.pad(v_BHSC, (0, q.shape[-1] - c.value_width))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)[..., : c.value_width]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=num_keys == S)[..., : c.value_width]
         return self.o_proj(y.transpose(1, 2).reshape(B, S, -1))
 
 
 class DenseFFN(nn.Module):
-    """SwiGLU feed-forward; ``gate_up`` is [2, F, D] so that each of the two matrices is trained on its own."""
+    """SwiGLU feed-forward; ``gate_up`` is [2, F, D] so that each of the two is trained on its own."""
 
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
@@ -104,6 +119,7 @@ class DenseFFN(nn.Module):
         self.down = nn.Parameter(torch.randn(hidden_size, width) * width**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the shape of x."""
         gate, up = F.linear(x, self.gate_up.flatten(0, 1)).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, self.down)
 
@@ -122,7 +138,9 @@ class MoEFFN(nn.Module):
         self.gate_up = nn.Parameter(
             torch.randn(c.num_experts, 2, c.expert_width, c.hidden_size) * c.hidden_size**-0.5
         )
-        self.down = nn.Parameter(torch.randn(c.num_experts, c.hidden_size, c.expert_width) * c.expert_width**-0.5)
+        self.down = nn.Parameter(
+            torch.randn(c.num_experts, c.hidden_size, c.expert_width) * c.expert_width**-0.5
+        )
         self.shared = DenseFFN(c.hidden_size, c.expert_width)
         self.register_buffer("selection_bias", torch.zeros(c.num_experts))
         self.register_buffer("load", torch.zeros(c.num_experts), persistent=False)
@@ -131,11 +149,14 @@ class MoEFFN(nn.Module):
         """Return weights_TK (sum = routed_scale) and experts_TK int64, scored in float32."""
         c = self.config
         scores_TE = F.linear(x_TD.float(), self.gate_weight.float()).sigmoid()
-        experts_TK = (scores_TE.detach() + self.selection_bias).topk(c.num_experts_per_token, sorted=False).indices
+        experts_TK = (
+            (scores_TE.detach() + self.selection_bias).topk(c.num_experts_per_token, sorted=False).indices
+        )
         weights_TK = scores_TE.gather(1, experts_TK)
         return weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20) * c.routed_scale, experts_TK
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return [B, S, D]: the weighted experts of each token, and the shared one."""
         c = self.config
         x_TD = x_BSD.reshape(-1, c.hidden_size)
         weights_TK, experts_TK = self.route(x_TD)
@@ -155,9 +176,13 @@ class MoEFFN(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate: float) -> float:
-        """Move each expert's bias by ``rate`` against its load error; return the hottest load over the mean."""
-        imbalance = (self.load.max() / self.load.mean()).item()
-        self.selection_bias += rate * torch.sign(self.load.mean() - self.load)
+        """Move each expert's bias against its load error; return the hottest load over the mean.
+
+        In proportion to the error: a sign step that is large enough for a short run would never settle.
+        """
+        mean = self.load.mean()
+        imbalance = (self.load.max() / mean).item()
+        self.selection_bias += rate * ((mean - self.load) / mean).clamp(-1, 1)
         self.load.zero_()
         return imbalance
 
@@ -173,8 +198,11 @@ class Block(nn.Module):
         is_dense = layer_idx < config.num_dense_layers
         self.mlp = DenseFFN(config.hidden_size, config.dense_width) if is_dense else MoEFFN(config)
 
-    def forward(self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cos_SC, sin_SC)
+    def forward(
+        self, x_BSD: Tensor, cos_SC: Tensor, sin_SC: Tensor, cache: list[Tensor] | None = None
+    ) -> Tensor:
+        """Return the residual stream after this layer."""
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), cos_SC, sin_SC, cache)
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))
 
 
@@ -201,9 +229,15 @@ class DemoModel(nn.Module):
         """The sparse feed-forwards, in layer order."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoEFFN)]
 
-    def forward(self, ids_BS: Tensor) -> Tensor:
-        S = ids_BS.shape[1]
+    def forward(self, ids_BS: Tensor, caches: list[list[Tensor]] | None = None) -> Tensor:
+        """Return logits [B, S, vocab].
+
+        ``caches``, one list per layer and empty at first, keep what came before: the first call takes a whole
+        prompt, every later one a single position.
+        """
+        start = caches[0][0].shape[1] if caches and caches[0] else 0
+        cos_SC, sin_SC = (table[start : start + ids_BS.shape[1]] for table in (self.cos_SC, self.sin_SC))
         x_BSD = self.embed_tokens(ids_BS)
-        for layer in self.layers:
-            x_BSD = layer(x_BSD, self.cos_SC[:S], self.sin_SC[:S])
+        for layer_idx, layer in enumerate(self.layers):
+            x_BSD = layer(x_BSD, cos_SC, sin_SC, None if caches is None else caches[layer_idx])
         return self.lm_head(self.norm(x_BSD))

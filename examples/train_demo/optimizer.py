@@ -13,7 +13,7 @@ from torch import Tensor
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
-def orthogonalize(matrices: Tensor, num_steps: int = 5) -> Tensor:
+def orthogonalize(matrices: Tensor, num_steps: int = 4) -> Tensor:
     """Return each matrix of [..., rows, columns] with its singular values pushed to about 1."""
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices

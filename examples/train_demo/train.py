@@ -22,10 +22,14 @@ from model import DemoModel, ModelConfig
 from optimizer import Muon
 from tokenizers import Tokenizer
 
-MUON_RATE = 0.02
-ADAM_RATES = {"embed_tokens": 0.01, "lm_head": 0.004, "gate_weight": 0.003, "norm": 0.004}
-BIAS_RATE = 0.001  # DeepSeek-V3's; it follows the learning rate down to zero
+# A gate rate of 0.003 collapses the routing: inputs have norm 16, so one step may move a logit by 0.6.
+ADAM_RATES = {"embed_tokens": 0.01, "lm_head": 0.003, "gate_weight": 0.0005, "norm": 0.002}
+BIAS_RATE = 0.01  # DeepSeek-V3's 0.001 is for far more steps; follows the learning rate down to zero
 DECAY_START = 0.45  # share of the run at which the learning rate begins its way down
+EXPERT_PERIOD = (
+    2  # steps whose gradients the experts gather: each sees a quarter of the tokens, and Muon is dear
+)
+MAX_STORY_SHARE = 0.7  # so that the novels stay alive
 CHAT_SHARES = [0.1, 0.3]  # of the stories in the first pass, and in the later ones
 
 
@@ -38,14 +42,14 @@ def learning_rate_factor(progress: float) -> float:
 
 def story_share(progress: float) -> float:
     """Share of story windows: novels first, then stories with some novels kept."""
-    return min(0.8, 0.15 + 0.65 * max(0.0, progress - 0.15) / 0.45)
+    return min(MAX_STORY_SHARE, 0.15 + 0.65 * max(0.0, progress - 0.15) / 0.45)
 
 
 def capped_story_share(progress: float, windows_per_progress: float, windows_left: float) -> float:
-    """Scale ``story_share`` down so that the rest of the run does not exceed the stories' allowance."""
+    """Scale ``story_share`` so that the rest of the run uses up the stories' allowance and no more."""
     rest = np.linspace(progress, 1.0, 50)
     planned = windows_per_progress * (1 - progress) * np.mean([story_share(p) for p in rest])
-    return story_share(progress) * min(1.0, max(0.0, windows_left) / max(planned, 1.0))
+    return min(MAX_STORY_SHARE, story_share(progress) * max(0.0, windows_left) / max(planned, 1.0))
 
 
 def row_length(progress: float, step: int) -> int:
@@ -55,19 +59,23 @@ def row_length(progress: float, step: int) -> int:
     return 256 if progress < 0.45 else 512
 
 
-def make_optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
-    """Return Muon for the inner matrices and AdamW for embedding, head, gate and norms."""
+def make_optimizers(model: DemoModel, muon_rate: float) -> list[torch.optim.Optimizer]:
+    """Return AdamW for embedding, head, gate and norms, Muon for the inner matrices, Muon for the experts."""
     adam_groups: dict[str, list] = {name: [] for name in ADAM_RATES}
-    matrices = []
+    matrices, experts = [], []
+    expert_ids = {id(stack) for layer in model.moe_layers for stack in (layer.gate_up, layer.down)}
     for name, parameter in model.named_parameters():
         kind = next((kind for kind in ADAM_RATES if kind in name), None)
-        (adam_groups[kind] if kind else matrices).append(parameter)
+        if kind:
+            adam_groups[kind].append(parameter)
+        else:
+            (experts if id(parameter) in expert_ids else matrices).append(parameter)
     adam = torch.optim.AdamW(
         [{"params": adam_groups[kind], "lr": rate} for kind, rate in ADAM_RATES.items()],
         betas=(0.9, 0.95),
         weight_decay=0.0,
     )
-    optimizers = [Muon(matrices, lr=MUON_RATE), adam]
+    optimizers = [adam, Muon(matrices, lr=muon_rate), Muon(experts, lr=muon_rate)]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
@@ -109,9 +117,17 @@ def plot_losses(log_path: Path, picture_path: Path) -> None:
         train = [(r["tokens"] / 1e6, r[f"loss_{domain}"]) for r in rows if r.get(f"loss_{domain}")]
         held = [(r["tokens"] / 1e6, r[f"held_out_{domain}"]) for r in rows if f"held_out_{domain}" in r]
         if train:
-            axes.plot(*zip(*train), color=colour, alpha=0.35, linewidth=0.8, label=f"{domain}, training")
+            axes.plot(
+                *zip(*train, strict=False),
+                color=colour,
+                alpha=0.35,
+                linewidth=0.8,
+                label=f"{domain}, training",
+            )
         if held:
-            axes.plot(*zip(*held), color=colour, marker="o", markersize=3, label=f"{domain}, held out")
+            axes.plot(
+                *zip(*held, strict=False), color=colour, marker="o", markersize=3, label=f"{domain}, held out"
+            )
     axes.set(xlabel="million tokens seen", ylabel="loss, nats per token")
     if axes.lines:
         axes.legend()
@@ -139,7 +155,7 @@ class Trainer:
         }
         torch.manual_seed(args.seed)
         self.model = DemoModel(config)
-        self.optimizers = make_optimizers(self.model)
+        self.optimizers = make_optimizers(self.model, args.muon_rate)
         self.step, self.tokens, self.spent_s = 0, 0, 0.0
         self.generator = np.random.default_rng(args.seed)
         states: dict[str, dict[str, int]] = {"novels": {}, "stories": {}}
@@ -156,8 +172,13 @@ class Trainer:
     def _load_checkpoint(self) -> dict[str, dict[str, int]]:
         saved = torch.load(self.checkpoint_path, weights_only=True)
         self.model.load_state_dict(saved["model"])
-        for optimizer, state in zip(self.optimizers, saved["optimizers"]):
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=False):
+            peaks = [
+                group["peak_lr"] for group in optimizer.param_groups
+            ]  # from the flags, not the checkpoint
             optimizer.load_state_dict(state)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=False):
+                group["peak_lr"] = peak
         self.step, self.tokens, self.spent_s = saved["step"], saved["tokens"], saved["spent_s"]
         self.generator = np.random.default_rng((self.args.seed, self.step))
         print(f"resumed at step {self.step}, {self.tokens:,} tokens, {self.spent_s / 60:.1f} min", flush=True)
@@ -181,9 +202,11 @@ class Trainer:
         """Return windows [batch, WINDOW + 1] and the domain of each."""
         allowance = self.args.story_passes * len(self.stories.starts)
         windows_left = allowance - self.stories.passes * len(self.stories.starts)
-        windows_per_progress = self.tokens / WINDOW / progress if progress > 0.01 else 1.0
+        windows_per_progress = max(self.tokens / WINDOW, 1.0) / max(progress, 1e-3)
         share = capped_story_share(progress, windows_per_progress, windows_left)
-        domains = np.where(self.generator.random(self.args.batch_windows) < share, "stories", "novels").tolist()
+        domains = np.where(
+            self.generator.random(self.args.batch_windows) < share, "stories", "novels"
+        ).tolist()
         streams = {"novels": self.novels, "stories": self.stories}
         return np.stack([streams[domain].take() for domain in domains]), domains
 
@@ -193,14 +216,17 @@ class Trainer:
         windows, domains = self.next_batch(progress)
         length = row_length(progress, self.step)
         losses: dict[str, list[float]] = {"novels": [], "stories": []}
-        for pair, names in zip(np.split(windows, len(windows) // 2), np.split(np.array(domains), len(windows) // 2)):
+        for pair, names in zip(
+            np.split(windows, len(windows) // 2), np.split(np.array(domains), len(windows) // 2), strict=False
+        ):
             ids_BS = torch.from_numpy(pair[:, :-1].reshape(-1, length))
             targets = torch.from_numpy(pair[:, 1:].reshape(-1))
             loss_T = F.cross_entropy(self.model(ids_BS).flatten(0, 1), targets, reduction="none")
             (loss_T.mean() * len(pair) / len(windows)).backward()
-            for name, loss in zip(names, loss_T.detach().view(len(pair), -1).mean(1).tolist()):
+            for name, loss in zip(names, loss_T.detach().view(len(pair), -1).mean(1).tolist(), strict=False):
                 losses[name].append(loss)
-        for optimizer in self.optimizers:
+        is_expert_step = self.step % EXPERT_PERIOD == EXPERT_PERIOD - 1
+        for optimizer in self.optimizers if is_expert_step else self.optimizers[:-1]:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
             optimizer.step()
@@ -238,7 +264,9 @@ class Trainer:
                 if self.spent_s - evaluated_at > 600 or is_last:
                     evaluated_at = self.spent_s
                     row = {"step": self.step, "tokens": self.tokens, "minutes": round(self.spent_s / 60, 2)}
-                    row |= {f"held_out_{name}": held_out_loss(self.model, t) for name, t in self.held_out.items()}
+                    row |= {
+                        f"held_out_{name}": held_out_loss(self.model, t) for name, t in self.held_out.items()
+                    }
                     log.write(json.dumps(row) + "\n")
                     print(row, flush=True)
                 self.spent_s += time.monotonic() - started
@@ -255,8 +283,11 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="folder for tokenizer, checkpoint, log and loss curve")
     parser.add_argument("--minutes", type=float, default=110.0, help="training time, all starts together")
     parser.add_argument("--save-minutes", type=float, default=5.0)
-    parser.add_argument("--batch-windows", type=int, default=4, help="windows of 1024 tokens per step; even")
-    parser.add_argument("--story-passes", type=float, default=2.6, help="see each story at most about this often")
+    parser.add_argument("--batch-windows", type=int, default=2, help="windows of 1024 tokens per step; even")
+    parser.add_argument(
+        "--story-passes", type=float, default=2.6, help="see each story at most about this often"
+    )
+    parser.add_argument("--muon-rate", type=float, default=0.008, help="peak learning rate of the matrices")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

@@ -60,7 +60,7 @@ def serve_command(
         int | None, typer.Option(help="Threads to compute with [default: all processors].")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Ask for this key on every path but /health and /ready.")
+        str | None, typer.Option(help="Key for all paths but /health and /ready [default: MOESAIC_API_KEY].")
     ] = None,
     cors: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may call the server; may be repeated.")
@@ -76,7 +76,7 @@ def serve_command(
     folder = _folder_of(located)
     settings = ServerSettings(
         model_name=served_model_name if served_model_name is not None else _name_of(located, folder),
-        api_key=api_key,
+        api_key=api_key if api_key is not None else read_environment().api_key,
         cors_origins=tuple(cors or ()),
         # More could never all be queued, and would be told to come again for ever.
         max_sequences=max(1, min(_DEFAULTS["max_sequences"], max_waiting)),

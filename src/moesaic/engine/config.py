@@ -192,6 +192,7 @@ class Environment:
     kv_bytes: int | None = None
     log_level: str | None = None
     log_style: str | None = None
+    api_key: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,6 +244,12 @@ VARIABLES: tuple[Variable, ...] = (
         field="log_style",
         parse=_parse_choice("text", "json"),
         help="text, or json for one object a line",
+    ),
+    Variable(
+        name="MOESAIC_API_KEY",
+        field="api_key",
+        parse=str,
+        help="key that the server asks for; unlike --api-key it does not show in the list of processes",
     ),
     Variable(
         name="MOESAIC_DATA", field=None, parse=str, help="folder of test data; read by the test suite only"

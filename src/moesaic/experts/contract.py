@@ -144,5 +144,8 @@ class RoutedExperts(Protocol):
     """The outer seam, all that `moe_block` sees: `Staged`, or `Fused` in one native call."""
 
     def forward(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Steps[Tensor]:
-        """y_TD [T, D] in the seam dtype: the weighted sum over each token's choices."""
+        """y_TD [T, D] in the seam dtype: the weighted sum over each token's choices.
+
+        Yields at least once, after the rows are sent: the caller's shared expert runs there.
+        """
         ...
