@@ -45,9 +45,9 @@ class EngineClient(Protocol):
     def submit(self, request: Request, on_event: Callable[[RequestEvent], None]) -> None:
         """Queue a request; `on_event` gets every event, the last one with a finish_reason.
 
-        Raises: RequestError when it can never run (token id out of range, longer than the context); KvExhausted
-                when it needs more than the whole KV pool; Overloaded when the queue is full or the engine
-                drains.
+        Raises: RequestError when it can never run (token id out of range, longer than the context);
+                KvExhausted when it needs more than the whole KV pool; Overloaded when the queue is full or
+                the engine drains.
         """
         ...
 
