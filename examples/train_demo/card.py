@@ -31,7 +31,7 @@ it knows no facts, follows no instructions beyond "tell me a story about ...", a
 | parameters | {num_parameters:,}; about {num_active:,} used per token |
 | layers | {num_layers}, the first dense |
 | experts | {num_experts} routed, {num_chosen} per token, and 1 shared; width {expert_width} |
-| width | model {hidden_size}, latent {latent}; {num_heads} heads: keys {nope_width} + {rope_width}, values {value_width} |
+| width | model {hidden_size}, latent {latent}, heads {num_heads} x ({nope_width} + {rope_width}) |
 | vocabulary | {vocab_size}, byte-level BPE: any UTF-8 text goes in and comes out unchanged |
 | positions | {max_positions}; trained on rows of 256 and 512 tokens, one step in eight on 1024 |
 | weights | bfloat16; gate and selection bias float32 |
@@ -55,7 +55,7 @@ shares: 1 if both load the experts alike, 0 if they share none.
 |---|---|---|---|---|
 {skew_rows}
 
-Copy check: of 20 samples (5 prompts, 220 tokens at most, 5 of them greedy) the longest run of words that
+Copy check: of 20 samples (5 prompts, 160 tokens at most, 5 of them greedy) the longest run of words that
 also stands in the training text has {longest_copy} words; the limit is 30.
 
 ![loss curve](loss.png)

@@ -65,9 +65,8 @@ def compare_skew(first: list[list[float]], second: list[list[float]], num_hottes
                 "hottest_share": [float(sum(sorted(share)[-num_hottest:])) for share in shares],
                 "max_over_mean": [float(max(share) * len(share)) for share in shares],
                 "hottest_in_common": len(hottest[0] & hottest[1]),
-                "overlap": float(
-                    np.minimum(*map(np.array, shares)).sum()
-                ),  # 1: same load; 0: no expert shared
+                # 1: the same load; 0: no expert shared.
+                "overlap": float(np.minimum(*map(np.array, shares)).sum()),
             }
         )
     return layers
@@ -120,13 +119,25 @@ def longest_copied_runs(samples: list[str], documents: list[str], limit: int) ->
     known = hash_seeds(" <|break|> ".join(documents))
     texts = [hash_seeds(sample) for sample in samples]
     base = np.uint64(0xD6E8FEB86659FD93)
-    known_hash, text_hashes, longest = known, texts, [0] * len(samples)
+    longest = [0] * len(samples)
+    text_hashes = [np.zeros_like(text) for text in texts]
+    starts, known_hash = np.arange(len(known)), np.zeros_like(known)
     for run in range(1, limit + 1):
-        if run > 1:
-            known_hash = known_hash[:-1] * base + known[run - 1 :]
-            text_hashes = [h[:-1] * base + t[run - 1 :] for h, t in zip(text_hashes, texts, strict=False)]
+        text_hashes = [
+            h[: max(0, len(t) - run + 1)] * base + t[run - 1 :]
+            for h, t in zip(text_hashes, texts, strict=True)
+        ]
+        is_inside = starts + run <= len(known)
+        starts, known_hash = starts[is_inside], known_hash[is_inside]
+        known_hash = known_hash * base + known[starts + run - 1]
+        wanted = np.unique(np.concatenate(text_hashes))
+        if not len(wanted):
+            break
+        is_met = wanted[np.searchsorted(wanted, known_hash).clip(max=len(wanted) - 1)] == known_hash
+        starts, known_hash = starts[is_met], known_hash[is_met]  # only these can grow into a longer run
+        met = np.unique(known_hash)
         for idx, hashes in enumerate(text_hashes):
-            if longest[idx] == run - 1 and len(hashes) and np.isin(hashes, known_hash).any():
+            if np.isin(hashes, met).any():
                 longest[idx] = run
     return longest
 
@@ -160,7 +171,7 @@ def evaluate(run: Path, corpus_folder: Path, length: int, max_rows: int) -> dict
     temperatures = [0.0, 0.8, 0.8, 0.8]
     for seed, prompt in enumerate(PROMPTS):
         prompt_ids = tokenizer.encode(prompt).ids
-        rows = generate(model, prompt_ids, eos_id, temperatures, num_tokens=220, seed=seed)
+        rows = generate(model, prompt_ids, eos_id, temperatures, num_tokens=160, seed=seed)
         for temperature, ids in zip(temperatures, rows, strict=False):
             samples.append({"prompt": prompt, "temperature": temperature, "text": tokenizer.decode(ids)})
     report["samples"] = samples
@@ -175,7 +186,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, help="write the report here as JSON")
     parser.add_argument("--length", type=int, default=512, help="tokens per row")
-    parser.add_argument("--max-rows", type=int, default=40, help="rows per domain")
+    parser.add_argument("--max-rows", type=int, default=24, help="rows per domain")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -144,6 +144,7 @@ def export(run: Path, out: Path) -> None:
         for name, value in hf_weights(model).items()
     }
     save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # safetensors leaves it readable by its owner alone
     tokenizer = Tokenizer.from_file(str(run / "tokenizer.json"))
     bos_id, eos_id = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     # Plain text starts with bos, as every document did in training; chat templates print it themselves.
