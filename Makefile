@@ -14,7 +14,7 @@ export TORCH_INDEX_URL
 .PHONY: run test test-long check docs format clean
 
 run:
-	@PYTHON="$(PYTHON)" scripts/setup.sh server $(PORT)
+	@PYTHON="$(PYTHON)" scripts/setup.sh server "$(PORT)"
 	@exec .venv/bin/moesaic serve demo --port $(PORT) $(ARGS)
 
 test:

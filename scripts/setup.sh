@@ -12,8 +12,9 @@ fail() { echo "error: $*" >&2; exit 2; }
 command -v "$python" >/dev/null || fail "$python is not there: install Python 3.11, 3.12 or 3.13, or name one with PYTHON=..."
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' ||
   fail "$("$python" -V) does not fit: moesaic needs Python 3.11, 3.12 or 3.13; name one with PYTHON=..."
-if [ -n "$port" ]; then
-  "$python" - "$port" <<'PY' || fail "port $port on 127.0.0.1 is taken: choose another with PORT=$((port + 1))"
+if [ "$what" = server ]; then
+  [[ "$port" =~ ^[0-9]{1,5}$ ]] && [ "$port" -le 65535 ] || fail "PORT must be a number from 0 to 65535, got '$port'"
+  "$python" - "$port" <<'PY' || fail "port $port on 127.0.0.1 cannot be listened on: choose another with PORT=..."
 import socket, sys
 with socket.socket() as probe:
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -19,5 +19,10 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         from importlib import import_module
 
-        return getattr(import_module(_HOMES[name]), name)
+        try:
+            return getattr(import_module(_HOMES[name]), name)
+        except ModuleNotFoundError as missing:
+            if missing.name != "torch":
+                raise
+            raise ImportError(f"moesaic.{name} needs torch: pip install 'moesaic[engine]'", name="torch") from None
     raise AttributeError(f"module 'moesaic' has no attribute {name!r}")

@@ -62,10 +62,10 @@ def test_the_packaged_model_is_served_and_stops_cleanly() -> None:
     )
     try:
         assert child.stdout is not None
-        first, example = child.stdout.readline(), child.stdout.readline()
+        first, _, example = (child.stdout.readline() for _ in range(3))
         match = re.fullmatch(r"serving demo on (http://127\.0\.0\.1:\d+)\n", first)
         assert match, child.communicate()[1]
-        assert example.startswith(f"curl {match[1]}/v1/chat/completions ")
+        assert example.startswith(f"  curl {match[1]}/v1/chat/completions ")
         with openai.OpenAI(base_url=f"{match[1]}/v1", api_key="k", max_retries=0, timeout=120) as client:
             chat = client.chat.completions.create(
                 model="demo", messages=[{"role": "user", "content": "Hello!"}], max_tokens=3, temperature=0

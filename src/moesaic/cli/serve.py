@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from moesaic.text.tokenizer import Tokenizer
 
 _log = log.get_logger("cli")
-_PROGRESS_PARTS = 10
+_PROGRESS_S = 2.0
 _DEFAULTS: dict[str, Any] = {
     field.name: field.default for kind in (EngineConfig, ServerSettings) for field in dataclasses.fields(kind)
 }
@@ -167,26 +167,31 @@ def _name_of(located: Located, folder: Path) -> str:
 
 
 def _progress() -> Callable[[int, int], None]:
-    """A log line for each tenth of the weights."""
-    shown = 0
+    """A log line every few seconds of loading."""
+    shown_s = time.monotonic()
 
     def show(done: int, total: int) -> None:
-        nonlocal shown
-        part = done * _PROGRESS_PARTS // max(total, 1)
-        if part > shown:
-            shown = part
+        nonlocal shown_s
+        if time.monotonic() - shown_s > _PROGRESS_S:
+            shown_s = time.monotonic()
             _log.info("loading weights: %d %%", 100 * done // max(total, 1))
 
     return show
 
 
 def _example(url: str, settings: ServerSettings, *, is_chat: bool) -> str:
-    """A line to paste into another terminal."""
+    """Lines to paste into another terminal, and into Python."""
     key = "" if settings.api_key is None else " -H 'Authorization: Bearer KEY'"
-    path, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 32}'
+    path, body = "completions", '{"prompt": "once upon a time", "max_tokens": 64}'
+    call = f'completions.create(model="{settings.model_name}", prompt="once upon a time", max_tokens=64)'
     if is_chat:
-        path, body = (
-            "chat/completions",
-            '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}',
-        )
-    return f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'"
+        messages = '[{"role": "user", "content": "tell me a story"}]'
+        path, body = "chat/completions", f'{{"messages": {messages}, "max_tokens": 64}}'
+        call = f'chat.completions.create(model="{settings.model_name}", messages={messages}, max_tokens=64)'
+    return f"""
+  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d '{body}'
+
+  from openai import OpenAI  # pip install openai
+  client = OpenAI(base_url="{url}/v1", api_key="{"none" if settings.api_key is None else "KEY"}")
+  print(client.{call})
+"""
