@@ -24,5 +24,7 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as missing:
             if missing.name != "torch":
                 raise
-            raise ImportError(f"moesaic.{name} needs torch: pip install 'moesaic[engine]'", name="torch") from None
+            raise ImportError(
+                f"moesaic.{name} needs torch: pip install 'moesaic[engine]'", name="torch"
+            ) from None
     raise AttributeError(f"module 'moesaic' has no attribute {name!r}")

@@ -134,3 +134,10 @@ def test_a_script_that_forgets_to_close_ends(folder):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "left\n"
     assert done.stderr == ""
+
+
+def test_a_wrong_type_is_named(llm):
+    with pytest.raises(RequestError, match=r"a text or a list of token ids, got 3\.5"):
+        llm.generate([3.5])
+    with pytest.raises(ConfigError, match=r"must be SamplingParams, got \{'temperature'"):
+        llm.generate([[1, 2]], {"temperature": 0})

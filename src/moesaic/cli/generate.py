@@ -12,6 +12,7 @@ import typer
 
 from moesaic.errors import ConfigError
 from moesaic.sched.request import SamplingParams
+from moesaic.spec.locate import locate
 
 if TYPE_CHECKING:
     from moesaic.engine.llm import LLM
@@ -59,6 +60,9 @@ def generate_command(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
+    folder = locate(model).weights_folder()
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"{folder} has no tokenizer.json, so text cannot be read: copy the model's there")
     text = _read_prompt(prompt)
     from moesaic.engine.llm import LLM  # heavy: after the arguments were found good
 
@@ -80,7 +84,10 @@ def _read_prompt(prompt: str | None) -> str:
     if prompt is None:
         if sys.stdin.isatty():
             raise ConfigError("no prompt: give --prompt TEXT, or pipe a text into standard input")
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input is not UTF-8 text (byte {error.start})") from error
     if not prompt:
         raise ConfigError("the prompt is empty: give --prompt TEXT, or pipe a text into standard input")
     return prompt

@@ -73,7 +73,7 @@ def serve_command(
     """Serve a model over the OpenAI HTTP API, until a signal."""
     _configure_log(log_style)
     located = locate(model)
-    folder = _folder_of(located)
+    folder = located.weights_folder()
     settings = ServerSettings(
         model_name=served_model_name if served_model_name is not None else _name_of(located, folder),
         api_key=api_key if api_key is not None else read_environment().api_key,
@@ -153,13 +153,6 @@ def _configure_log(style: str | None) -> None:
         other.handlers[:] = logging.getLogger("moesaic").handlers
         other.setLevel(logging.WARNING)
         other.propagate = False
-
-
-def _folder_of(located: Located) -> Path:
-    if located.kind != "folder" or located.path is None:
-        kind = located.kind.replace("_", " ")
-        raise ConfigError(f"{located.name} is a {kind}, which has no weights: give a model folder")
-    return located.path
 
 
 def _name_of(located: Located, folder: Path) -> str:

@@ -16,7 +16,7 @@ from moesaic.engine.launch import start_engine
 from moesaic.engine.loop import Engine
 from moesaic.engine.philox import sibling_seed
 from moesaic.engine.transcript import Completion, Transcript
-from moesaic.errors import ConfigError, MoesaicError, Overloaded
+from moesaic.errors import ConfigError, MoesaicError, Overloaded, RequestError
 from moesaic.sched.request import Request, RequestEvent, SamplingParams
 from moesaic.spec.locate import locate
 from moesaic.text.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class LLM:
 
         Raises: ConfigError for the path, and naming the nearest option; what `start_engine` raises.
         """
-        folder = find_folder(path)
+        folder = locate(str(path)).weights_folder()
         config = EngineConfig.parse(str(folder), options)
         has_tokenizer = (folder / "tokenizer.json").is_file()
         self.tokenizer: Tokenizer | None = Tokenizer.load(folder) if has_tokenizer else None
@@ -103,11 +103,15 @@ class LLM:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt; ids stay as they are.
 
-        Raises: ConfigError for text when the checkpoint has no tokenizer.
+        Raises: ConfigError for text when the checkpoint has no tokenizer; RequestError for anything else.
         """
-        if not isinstance(prompt, str):
-            return tuple(int(token_id) for token_id in prompt)
-        return tuple(self._get_tokenizer().encode(prompt))
+        if isinstance(prompt, str):
+            return tuple(self._get_tokenizer().encode(prompt))
+        ids = [token_id for token_id in prompt if isinstance(token_id, int)] if _is_list(prompt) else []
+        if not _is_list(prompt) or len(ids) != len(prompt):
+            shown = repr(prompt)[:80]
+            raise RequestError(f"a prompt is a text or a list of token ids, got {shown}", param="prompt")
+        return tuple(ids)
 
     def _get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -135,6 +139,8 @@ class LLM:
         eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
         made = []
         for prompt_idx, (prompt, chosen) in enumerate(zip(listed, params, strict=True)):
+            if not isinstance(chosen, SamplingParams):
+                raise ConfigError(f"sampling must be SamplingParams, got {repr(chosen)[:80]}")
             if chosen.stop:
                 self._get_tokenizer()
             prompt_ids = self.encode(prompt)
@@ -191,17 +197,8 @@ class LLM:
                 self.engine.cancel(request_id)
 
 
-def find_folder(model: str | Path) -> Path:
-    """The folder that holds a model's weights.
-
-    Raises: ConfigError when there is none, and for a preset, which is a config alone.
-    """
-    located = locate(str(model))
-    if located.kind != "folder" or located.path is None:
-        raise ConfigError(
-            f"{located.name} is a {located.kind.replace('_', ' ')}, which has no weights: give a model folder"
-        )
-    return located.path
+def _is_list(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

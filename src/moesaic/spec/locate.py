@@ -28,6 +28,17 @@ class Located:
     path: Path | None
     config: Mapping[str, Any]
 
+    def weights_folder(self) -> Path:
+        """The folder that holds the model's weights.
+
+        Raises: ConfigError for a preset or a lone config file, which have none.
+        """
+        if self.kind != "folder" or self.path is None:
+            raise ConfigError(
+                f"{self.name} is a {self.kind.replace('_', ' ')}, which has no weights: give a model folder"
+            )
+        return self.path
+
 
 def locate(name_or_path: str) -> Located:
     """The config behind a path that exists, else behind the name of a preset; `demo` is the packaged model.
