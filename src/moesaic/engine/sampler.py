@@ -24,6 +24,8 @@ _BLOCK = 256  # values per block sum; a multiple of every vector width, so that 
 # scalar tail rounds exp differently. Shorter calls are never split.
 _EXP_VALUES = 16384
 _NEG_INF = np.float32(-np.inf)
+_LOG2_E = float(np.log2(np.e))
+_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,7 @@ class Sampler:
         self._shifted = np.empty(width, dtype=np.float32)
         self._masses = np.empty(width, dtype=np.float32)
         self._ahead = np.empty(width, dtype=np.float32)
-        source, target = torch.from_numpy(self._shifted), torch.from_numpy(self._masses)
-        self._exp_slices = list(zip(source.split(_EXP_VALUES), target.split(_EXP_VALUES), strict=True))
+        self._mass_slices = torch.from_numpy(self._masses).split(_EXP_VALUES)
 
     @np.errstate(over="ignore")  # -inf is the right limit of a difference that float32 cannot hold
     def draw(
@@ -176,8 +177,7 @@ class Sampler:
         sampling = recipe.request.sampling
         self._shift(row_V, highest)
         # A temperature that float32 cannot hold would divide by zero; there it means the arg max anyway.
-        self._shifted /= np.float32(max(sampling.temperature, float(np.finfo(np.float32).tiny)))
-        masses = self._exponentiate()
+        masses = self._exponentiate(max(sampling.temperature, float(np.finfo(np.float32).tiny)))
         if recipe.top_k is not None:
             best = self._best(recipe.top_k)
             kept = masses[best]
@@ -192,9 +192,11 @@ class Sampler:
         np.subtract(row_V, highest, out=self._shifted[: self.vocab])
         self._shifted[self.vocab :] = _NEG_INF
 
-    def _exponentiate(self) -> Float32Array:
-        for source, target in self._exp_slices:
-            torch.exp(source, out=target)
+    def _exponentiate(self, temperature: float = 1.0) -> Float32Array:
+        """Masses e^(shifted / temperature), as powers of two: torch has twice the speed there."""
+        np.multiply(self._shifted, np.float32(min(_LOG2_E / temperature, _MAX)), out=self._masses)
+        for part in self._mass_slices:
+            torch.exp2(part, out=part)
         return self._masses
 
     def _best(self, num: int) -> IntArray:

@@ -13,6 +13,7 @@ from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.invariance import InvarianceProof, ProofTable
 from moesaic.kernels.kv_view import KvView
 from moesaic.kernels.matmul import TiledMatmul
+from moesaic.kernels.row_sum import RowSum
 from moesaic.spec.model import Activation
 from moesaic.spec.numerics import Numerics
 
@@ -48,6 +49,7 @@ class ReferenceOps:
         self._seam = torch_dtype(numerics.seam_dtype)
         self._table = ProofTable()
         self._matmul = TiledMatmul(self._table)
+        self._row_sum = RowSum(self._table)
         self._attention = paged.PagedAttention(
             self._table, kv_block=numerics.kv_block, num_lanes=numerics.kv_lanes
         )
@@ -107,7 +109,7 @@ class ReferenceOps:
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) over the last dim in float32, rounded to x's dtype, times weight."""
         wide = x_TD.float()
-        mean = elementwise.sum_last(wide * wide) / wide.shape[-1]
+        mean = self._row_sum(wide * wide) / wide.shape[-1]
         return (wide * (mean + eps).sqrt().reciprocal()).to(x_TD.dtype) * weight_D
 
     def rope(self, x_THC: Tensor, cos_TC: Tensor, sin_TC: Tensor, is_interleaved: bool) -> Tensor:
