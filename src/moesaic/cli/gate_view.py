@@ -45,8 +45,8 @@ def _draws(report: GateReport) -> list[str]:
 def _variants(report: GateReport) -> list[str]:
     case = report.case
     lines = [
-        f"one gate, one batch; capacity factor (CF) {case.capacity_factor:g}: an expert takes "
-        f"{report.capacity} pairs",
+        f"one gate, one batch; capacity factor (CF) {case.capacity_factor:g}: C = {report.capacity} "
+        "pairs an expert takes",
         f"{'':37}{'hottest':>8}{'CV^2':>12}{'CV^2':>8}{'sum of':>9}{'dropped':>9}"
         f"{'neighbours move outputs':>27}",
         f"  {'gate':<23}{'tokens':<12}{'/ mean':>8}{'importance':>12}{'load':>8}{'weights':>9}{'at CF':>9}"
@@ -69,7 +69,7 @@ def _variants(report: GateReport) -> list[str]:
 
 def _bars(report: GateReport) -> list[str]:
     before, after = _bias_rows(report)
-    order = range(len(before.load))
+    order = list(range(len(before.load)))
     title = "load per expert, sigmoid gate on the topical batch (| is the mean)"
     if len(before.load) > MAX_BARS:
         hottest = sorted(order, key=lambda expert_id: (-before.load[expert_id], expert_id))
@@ -101,7 +101,7 @@ def _notes(report: GateReport) -> list[str]:
         "trained: noisy top-k on balance losses alone, weights "
         f"{case.importance_weight:g} (importance) and {case.load_weight:g} (load); its load",
         f"  estimator ends at {report.smooth_max_mean:.2f} x the mean. "
-        "The paper, arXiv:1701.06538, has 1.07 x at weights 1 and 1, for another task.",
+        "The paper, arXiv:1701.06538, has 1.07 x at weights 1 and 1.",
         f"even importance is not even load: importance {importances} with load {loads} is one such batch.",
         f"neighbours: {NUM_REQUESTS} tokens behind two sets of others; "
         "% is the change by the norm of the outputs. Dropless keeps",
@@ -120,9 +120,7 @@ def _bias_rows(report: GateReport) -> tuple[Variant, Variant]:
 def _holds(report: GateReport) -> str:
     before, after = _bias_rows(report)
     if after.max_mean >= before.max_mean:
-        return (
-            f"nothing to even out here: the hottest expert had {before.max_mean:.2f} x the mean load at once"
-        )
+        return f"not seen here: a learnt bias left the hottest expert at {after.max_mean:.2f} x the mean load"
     return (
         f"the mix of topics stays: a learnt bias took the hottest expert from {before.max_mean:.2f} to "
         f"{after.max_mean:.2f} x the mean load"
@@ -139,6 +137,5 @@ def _fails(report: GateReport) -> str:
     if plain.neighbours is not None and plain.neighbours.change_capacity > 0:
         parts.append(f"pairs are dropped ({plain.dropped_share:.0%} unbalanced): batch_dependent answers")
     return (
-        ", or ".join(parts)
-        or "nothing seen here: no load moved with the topic and no watched pair was dropped"
+        ", or ".join(parts) or "not seen here: no load moved with the topic and no watched pair was dropped"
     )

@@ -36,7 +36,7 @@ def gate_command(
         float, typer.Option(help="Pairs an expert takes, as a multiple of an even part.")
     ] = DEFAULT.capacity_factor,
     importance_weight: Annotated[
-        float, typer.Option(help="Of the importance loss of noisy top-k.")
+        float, typer.Option(help="Of the importance loss of noisy top-k; the ratio counts.")
     ] = DEFAULT.importance_weight,
     load_weight: Annotated[
         float, typer.Option(help="Of the load loss of noisy top-k.")

@@ -105,7 +105,7 @@ class Variant:
     weight_sum: float  # mean over tokens of the sum of a token's weights
     dropped_share: float  # at the case's capacity factor
     drop_error: float  # norm of what dropping changed in the output, by the norm of the dropless output
-    neighbours: Neighbours | None  # None for the plain and the moved batch: the gate's topical row has it
+    neighbours: Neighbours | None  # None where they were not changed: one row of a gate has it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

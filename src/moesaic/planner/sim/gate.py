@@ -1,6 +1,6 @@
 """Gates in numpy: which experts each token goes to, with what weights, and how even that is.
 
-The same choices as `experts.router`, described by the same `GateSpec`, without torch, groups or float32.
+The same choices as `experts.router`, described by the same `GateSpec`; float64, no torch, no groups.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ class Choices:
 
     def importance(self) -> FloatArray:
         """Sum of the gate weights of each expert [E]."""
-        return np.bincount(
-            self.experts_TK.ravel(), weights=self.weights_TK.ravel(), minlength=self.num_experts
-        )
+        experts, weights = self.experts_TK.ravel(), self.weights_TK.ravel()
+        return np.bincount(experts, weights=weights, minlength=self.num_experts).astype(np.float64)
 
 
 def route(
@@ -53,7 +52,8 @@ def route(
     A bias moves the choice only: the weights are those of the scores without it.
 
     Shapes:  logits_TE [T, E] float64; bias_E [E], for a gate with a selection bias (None: zeros).
-    Raises: ConfigError when a token cannot choose so many experts, or the bias is not the gate's.
+    Raises: ConfigError when a token cannot choose so many experts, when the bias is not the gate's, and for a
+            gate with groups, a logit bias or another score.
     """
     num_experts = logits_TE.shape[-1]
     if not 1 <= num_chosen <= num_experts:
@@ -62,14 +62,16 @@ def route(
         )
     if bias_E is not None and not gate.has_selection_bias:
         raise ConfigError("bias_E was given to a gate whose spec has no selection bias: leave it out")
+    if gate.num_groups > 1 or gate.has_logit_bias:
+        raise ConfigError("a gate with expert groups or a logit bias is not simulated: give one without")
     scores_TE = logits_TE if gate.order == "topk_then_score" else _score(logits_TE, gate)
     experts_TK = top_ids(scores_TE if bias_E is None else scores_TE + bias_E, num_chosen)
     weights_TK = np.take_along_axis(scores_TE, experts_TK, axis=-1)
     if gate.order == "topk_then_score":
         weights_TK = _score(weights_TK, gate)
     if gate.is_renormalised:
-        weights_TK = weights_TK / weights_TK.sum(axis=-1, keepdims=True)
-    return Choices(experts_TK=experts_TK, weights_TK=weights_TK, num_experts=num_experts)
+        weights_TK = weights_TK / (weights_TK.sum(axis=-1, keepdims=True) + gate.renormalise_epsilon)
+    return Choices(experts_TK=experts_TK, weights_TK=weights_TK * gate.scale, num_experts=num_experts)
 
 
 def top_ids(scores_TE: FloatArray, num_chosen: int) -> IntArray:
@@ -120,8 +122,10 @@ def equal_importance_example() -> FloatArray:
 
 def _score(logits: FloatArray, gate: GateSpec) -> FloatArray:
     if gate.score == "sigmoid":
-        return np.exp(-np.logaddexp(0.0, -logits))
+        scores: FloatArray = np.exp(-np.logaddexp(0.0, -logits))
+        return scores
     if gate.score == "softmax":
-        powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        return powers / powers.sum(axis=-1, keepdims=True)
+        powers: FloatArray = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        powers /= powers.sum(axis=-1, keepdims=True)
+        return powers
     raise ConfigError(f"score {gate.score} is not simulated: give a gate with softmax or sigmoid")

@@ -71,7 +71,8 @@ def smooth_load(gate: NoisyGate, x_TD: FloatArray, draw_TE: FloatArray, num_chos
     The chance is over a new draw of that expert's own noise, the noise of the others held. Its mean over
     draws is the expected load.
     """
-    return _chances(gate, x_TD, draw_TE, num_chosen).probability_TE.sum(axis=0)
+    load_E: FloatArray = _chances(gate, x_TD, draw_TE, num_chosen).probability_TE.sum(axis=0)
+    return load_E
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +177,8 @@ def train(
 ) -> NoisyGate:
     """The gate after one step of Adam on the balance losses of each batch, each with its own noise.
 
+    Adam divides by the size of the slopes, so of the two weights only the ratio counts here.
+
     Source:  Adam, arXiv:1412.6980, alg. 1; the squares decay by 0.99, as a hundred steps never fill
              the usual 0.999.
     """
@@ -195,5 +198,5 @@ def train(
 
 def _cv_squared_slope(amounts_E: FloatArray) -> FloatArray:
     """Gradient of `cv_squared`: with S the sum, CV^2 = E * sum(a^2) / S^2 - 1."""
-    total = amounts_E.sum()
-    return 2 * len(amounts_E) / total**2 * (amounts_E - (amounts_E**2).sum() / total)
+    total = float(amounts_E.sum())
+    return 2 * len(amounts_E) / total**2 * (amounts_E - float((amounts_E**2).sum()) / total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -105,7 +106,7 @@ def _stream(seed: int, purpose: str) -> np.random.Generator:
 
 
 def _random_gate(rng: np.random.Generator, num_experts: int) -> FloatArray:
-    return rng.standard_normal((WIDTH, num_experts)) / np.sqrt(WIDTH)
+    return rng.standard_normal((WIDTH, num_experts)) / math.sqrt(WIDTH)
 
 
 def _gate(world: _World, spec: GateSpec, bias_E: FloatArray | None = None) -> Choose:
@@ -125,8 +126,10 @@ def _train(world: _World) -> NoisyGate:
     )
 
 
-def _rows(world: _World, trained: NoisyGate, draw_TE: FloatArray) -> tuple[tuple[str, str, Choose], ...]:
-    """Name, batch and gate of every row of the table."""
+def _rows(
+    world: _World, trained: NoisyGate, draw_TE: FloatArray
+) -> tuple[tuple[str, str, Choose, bool], ...]:
+    """Of every row of the table: name, batch, gate, and whether neighbours are changed."""
     case = world.case
     bias_E = learn_bias(
         (x_TD @ world.gate_DE for x_TD in world.batches(world.stream("bias"))),
@@ -145,19 +148,19 @@ def _rows(world: _World, trained: NoisyGate, draw_TE: FloatArray) -> tuple[tuple
         return trained.choose(x_TD, case.experts_per_token)
 
     return (
-        ("top-k, then softmax", "no topics", plain),
-        ("top-k, then softmax", "topical", plain),
-        ("softmax, then top-k", "topical", _gate(world, TOP_K_OF_SOFTMAX)),
-        ("sigmoid, renormalised", "topical", _gate(world, SIGMOID_RENORMALISED)),
-        ("sigmoid + learnt bias", "topical", biased),
-        ("sigmoid + learnt bias", "topic moved", biased),
-        ("trained, noise on", "topical", noisy),
-        ("trained, noise off", "topical", quiet),
-        ("trained, noise off", "topic moved", quiet),
+        ("top-k, then softmax", "no topics", plain, False),
+        ("top-k, then softmax", "topical", plain, True),
+        ("softmax, then top-k", "topical", _gate(world, TOP_K_OF_SOFTMAX), True),
+        ("sigmoid, renormalised", "topical", _gate(world, SIGMOID_RENORMALISED), True),
+        ("sigmoid + learnt bias", "topical", biased, True),
+        ("sigmoid + learnt bias", "topic moved", biased, False),
+        ("trained, noise on", "topical", noisy, False),
+        ("trained, noise off", "topical", quiet, True),
+        ("trained, noise off", "topic moved", quiet, False),
     )
 
 
-def _variant(world: _World, name: str, tokens: str, choose: Choose) -> Variant:
+def _variant(world: _World, name: str, tokens: str, choose: Choose, is_watched: bool) -> Variant:
     x_TD = {"no topics": world.plain_TD, "topical": world.topical_TD, "topic moved": world.moved_TD}[tokens]
     choices = choose(x_TD)
     load_E = choices.load()
@@ -175,7 +178,7 @@ def _variant(world: _World, name: str, tokens: str, choose: Choose) -> Variant:
         weight_sum=float(choices.weights_TK.sum(axis=-1).mean()),
         dropped_share=num_dropped(load_E, world.places) / int(load_E.sum()),
         drop_error=float(np.linalg.norm(dropped_TD) / np.linalg.norm(whole_TD)),
-        neighbours=_neighbours(world, choose) if tokens == "topical" else None,
+        neighbours=_neighbours(world, choose) if is_watched else None,
     )
 
 
