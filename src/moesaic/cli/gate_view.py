@@ -130,12 +130,13 @@ def _holds(report: GateReport) -> str:
 def _fails(report: GateReport) -> str:
     after = _bias_rows(report)[1]
     moved = report.variant("sigmoid + learnt bias", "topic moved")
+    unlearnt = report.variant("sigmoid, renormalised", "topic moved")
     plain = report.variant("top-k, then softmax", "topical")
     parts = []
     if moved.max_mean > after.max_mean:
-        parts.append(f"the topic moves ({moved.max_mean:.2f} x)")
+        parts.append(f"the topic moves ({moved.max_mean:.2f} x; {unlearnt.max_mean:.2f} without the bias)")
     if plain.neighbours is not None and plain.neighbours.change_capacity > 0:
-        parts.append(f"pairs are dropped ({plain.dropped_share:.0%} unbalanced): batch_dependent answers")
+        parts.append(f"pairs are dropped ({plain.dropped_share:.0%}): batch_dependent")
     return (
         ", or ".join(parts) or "not seen here: no load moved with the topic and no watched pair was dropped"
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from moesaic.cli.gate_view import render
 from moesaic.errors import ConfigError
 from moesaic.planner.sim.case import GateCase, GateReport
 from moesaic.planner.sim.study import study_gates
@@ -48,6 +51,7 @@ def test_golden_figures_of_seed_7(report: GateReport) -> None:
         ("top-k, then softmax", "topical"): 3.02,
         ("softmax, then top-k", "topical"): 3.02,
         ("sigmoid, renormalised", "topical"): 3.02,
+        ("sigmoid, renormalised", "topic moved"): 2.81,
         ("sigmoid + learnt bias", "topical"): 1.17,
         ("sigmoid + learnt bias", "topic moved"): 3.09,
         ("trained, noise on", "topical"): pytest.approx(1.25, abs=0.05),
@@ -87,7 +91,7 @@ def test_balancing_holds_while_the_topic_stays_for_another_seed() -> None:
     after = found.variant("sigmoid + learnt bias", "topical").max_mean
     moved = found.variant("sigmoid + learnt bias", "topic moved").max_mean
     assert after < 1.5 < before
-    assert moved > 2
+    assert moved > found.variant("sigmoid, renormalised", "topic moved").max_mean
     assert found.variant("trained, noise off", "topical").max_mean < before
     assert found.smooth_max_mean < 1.4
 
@@ -97,6 +101,16 @@ def test_without_topics_nothing_is_hot_and_enough_capacity_drops_nothing() -> No
     assert all(one.dropped_share == 0 for one in found.variants)
     assert all(one.neighbours.change_capacity == 0 for one in found.variants if one.neighbours is not None)
     assert all(draws.max_mean < 2.2 for draws in found.draws)
+
+
+def test_the_page_shows_what_is_printed(report: GateReport) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "simulate.md").read_text()
+    shown = page.split("$ moesaic simulate gate\n")[1].split("\n```")[0].splitlines()
+    printed = render(report).splitlines()
+    # numpy's own product is another one on another machine
+    assert [line for line in shown if "own product" not in line] == [
+        line for line in printed if "own product" not in line
+    ]
 
 
 NAN = float("nan")

@@ -20,7 +20,7 @@ from moesaic.spec.experts import FloatArray, IntArray
 class BalanceWeights:
     """How much the evenness of importance and of load count in the loss.
 
-    Source:  arXiv:1701.06538, appendix A, table 6 tries 0, 0.01, 0.1 and 1.0 of each.
+    Source:  arXiv:1701.06538, appendix A, table 6, tries pairs from 0 to 1.0.
     """
 
     importance: float = 1.0

@@ -139,6 +139,7 @@ def _rows(
         rate=BIAS_RATE,
     )
     plain = _gate(world, SOFTMAX_OF_TOP_K)
+    sigmoid = _gate(world, SIGMOID_RENORMALISED)
     biased = _gate(world, SIGMOID_RENORMALISED, bias_E)
 
     def noisy(x_TD: FloatArray) -> Choices:
@@ -151,7 +152,8 @@ def _rows(
         ("top-k, then softmax", "no topics", plain, False),
         ("top-k, then softmax", "topical", plain, True),
         ("softmax, then top-k", "topical", _gate(world, TOP_K_OF_SOFTMAX), True),
-        ("sigmoid, renormalised", "topical", _gate(world, SIGMOID_RENORMALISED), True),
+        ("sigmoid, renormalised", "topical", sigmoid, True),
+        ("sigmoid, renormalised", "topic moved", sigmoid, False),
         ("sigmoid + learnt bias", "topical", biased, True),
         ("sigmoid + learnt bias", "topic moved", biased, False),
         ("trained, noise on", "topical", noisy, False),
