@@ -16,7 +16,7 @@ def cli_page() -> str:
     from moesaic.cli.main import VERBS
 
     verbs = [[]] + [[verb.name] for verb in VERBS]
-    verbs += [["bench", "throughput"], ["bench", "serve"]]
+    verbs += [["bench", "throughput"], ["bench", "serve"], ["simulate", "gate"]]
     parts = [NOTE, "# Command line\n"]
     for verb in verbs:
         shown = " ".join(["moesaic", *verb])

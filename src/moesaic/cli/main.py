@@ -31,6 +31,7 @@ VERBS = (
         "Say what a model is: layers, experts, bytes, what runs.",
     ),
     Verb("bench", "moesaic.cli.bench:app", "Measure throughput and latency, in process or against a server."),
+    Verb("simulate", "moesaic.cli.simulate:app", "Study a mechanism on made-up traffic, without a model."),
 )
 
 EXTRA_OF = {

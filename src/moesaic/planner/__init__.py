@@ -1,0 +1,1 @@
+"""What to deploy, and studies of what happens then. No torch."""

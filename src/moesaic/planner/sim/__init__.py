@@ -1,0 +1,1 @@
+"""Simulations: what a mechanism does to made-up traffic, counted instead of believed."""
