@@ -27,12 +27,12 @@ class Metric:
     unit: Unit = ""
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # histograms only: upper bounds, without infinity
-    snapshot: str | None = None  # attribute of the engine's snapshot
+    snapshot: str | None = None  # attribute of the engine's snapshot: a number, or numbers by the one label
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """One stretch of time inside a step; a step's spread has its seconds by this name."""
+    """One stretch of time inside a step; a step's spread has its seconds by this name, a metric their sum."""
 
     name: str
     help: str
@@ -63,7 +63,8 @@ METRICS: tuple[Metric, ...] = (
         name="moesaic_requests_total",
         kind="counter",
         labels=("finish_reason",),
-        help="Finished sequences (each of n choices is one), by reason.",
+        help="Sequences that ended (each of n choices is one): stop, length, error, or cancelled when the "
+        "client left first.",
     ),
     Metric(
         name="moesaic_time_to_first_token_seconds",
@@ -106,6 +107,14 @@ METRICS: tuple[Metric, ...] = (
         help="Sequences in the queue, preempted ones included.",
     ),
     Metric(name="moesaic_steps_total", kind="counter", snapshot="steps_total", help="Steps committed."),
+    Metric(
+        name="moesaic_step_seconds_total",
+        kind="counter",
+        unit="seconds",
+        labels=("span",),
+        snapshot="span_seconds_total",
+        help="Time of the steps committed, by what it was spent on (see the spans below).",
+    ),
     Metric(
         name="moesaic_preemptions_total",
         kind="counter",

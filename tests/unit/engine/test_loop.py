@@ -38,7 +38,7 @@ class Executor(HashModel):
         assert self.gate.wait(10), "nobody opened the gate"
         if plan.step_id == self.fail_at:
             raise ZeroDivisionError("a bug")
-        return super().run(plan)
+        return replace(super().run(plan), spread={"forward": 0.5, "sample": 0.25})
 
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -260,6 +260,22 @@ def test_structured_output_needs_grammars(make_engine):
     request = replace(make_request("a", [1]), grammar="{}")
     with pytest.raises(RequestError, match="without structured output"):
         engine.submit(request, sink.take)
+
+
+@pytest.mark.parametrize("wrong", [{"min_tokens": 2}, {"ignore_eos": True}])
+def test_an_answer_that_must_match_a_grammar_must_be_free_to_end(wrong):
+    (name,) = wrong
+    with pytest.raises(RequestError, match=f"{name} and response_format exclude each other") as caught:
+        replace(make_request("a", [1], **wrong), grammar="{}")
+    assert caught.value.param == name
+
+
+def test_the_time_of_steps_is_added_up_by_span(make_engine):
+    engine, sink = make_engine(Executor()), Sink()
+    assert engine.snapshot().span_seconds_total == {"forward": 0.0, "sample": 0.0}
+    engine.submit(make_request("a", [1], max_tokens=3, ignore_eos=True), sink.take)
+    sink.end("a")
+    assert engine.snapshot().span_seconds_total == {"forward": 1.5, "sample": 0.75}
 
 
 def test_too_many_max_tokens_are_cut_to_the_context(make_engine):
