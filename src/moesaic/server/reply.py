@@ -164,8 +164,15 @@ class ReplyMaker:
         self._started: set[int] = set()  # choices whose echo or role was sent
         self._offsets = [len(job.prompt_of(i).text) if job.has_echo else 0 for i in range(len(job.requests))]
 
-    def full(self, deltas: Iterable[Delta]) -> Completion | ChatCompletion:
-        """The whole answer at once."""
+    def full(self, deltas: Iterable[Delta]) -> str:
+        """The whole answer at once, as JSON; prompt_logprobs, which OpenAI has not, only when asked for."""
+        reply = self._full(deltas)
+        if self._job.has_prompt_logprobs:
+            return reply.model_dump_json()
+        hidden: dict[str, Any] = {"prompt_logprobs": True, "choices": {"__all__": {"prompt_logprobs"}}}
+        return reply.model_dump_json(exclude=hidden)
+
+    def _full(self, deltas: Iterable[Delta]) -> Completion | ChatCompletion:
         texts: list[list[str]] = [[] for _ in self._readers]
         scores: list[list[TokenScore]] = [[] for _ in self._readers]
         for delta in deltas:
