@@ -249,6 +249,13 @@ class Engine:
                     f"token id {wrong} in {param} is not one of the model's {vocab} (0 to {vocab - 1})",
                     param=param,
                 )
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(request.eos_token_ids))
+        if sampling.min_tokens and len(ends) >= vocab and ends.issuperset(range(vocab)):
+            raise RequestError(
+                f"min_tokens is {sampling.min_tokens}, but every token ends the answer: leave some out of "
+                "stop_token_ids",
+                param="min_tokens",
+            )
         if request.grammar is None:
             return
         if self._grammars is None:

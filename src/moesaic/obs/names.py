@@ -40,6 +40,11 @@ class Span:
 
 WINDOW_S = 60.0  # of the gauges that describe recent expert load
 
+SPANS: tuple[Span, ...] = (
+    Span(name="forward", help="Embedding to the last hidden row, all layers."),
+    Span(name="sample", help="Logits, masks, drawing, and prompt log probabilities."),
+)
+
 METRICS: tuple[Metric, ...] = (
     Metric(
         name="moesaic_build_info",
@@ -113,7 +118,7 @@ METRICS: tuple[Metric, ...] = (
         unit="seconds",
         labels=("span",),
         snapshot="span_seconds_total",
-        help="Time of the steps committed, by what it was spent on (see the spans below).",
+        help=f"Time of the steps committed, by span: {', '.join(span.name for span in SPANS)}.",
     ),
     Metric(
         name="moesaic_preemptions_total",
@@ -204,11 +209,6 @@ METRICS: tuple[Metric, ...] = (
         labels=("layer",),
         help=f"Standard deviation of expert loads by their mean, over the last {WINDOW_S:g} s; 0 is even.",
     ),
-)
-
-SPANS: tuple[Span, ...] = (
-    Span(name="forward", help="Embedding to the last hidden row, all layers."),
-    Span(name="sample", help="Logits, masks, drawing, and prompt log probabilities."),
 )
 
 _BY_NAME = {metric.name: metric for metric in METRICS}

@@ -110,39 +110,37 @@ class ChatChunkChoice(BaseModel):
     finish_reason: str | None = None
 
 
-class Completion(BaseModel):
-    """The answer of /v1/completions, and each chunk of its stream."""
+class Reply(BaseModel):
+    """How every answer begins."""
 
     id: str
-    object: Literal["text_completion"] = "text_completion"
+    object: str
     created: int
     model: str
     system_fingerprint: str
+
+
+class Completion(Reply):
+    """The answer of /v1/completions, and each chunk of its stream."""
+
+    object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Reply):
     """The answer of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(Reply):
     """One chunk of a chat stream."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 

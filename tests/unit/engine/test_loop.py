@@ -270,6 +270,18 @@ def test_an_answer_that_must_match_a_grammar_must_be_free_to_end(wrong):
     assert caught.value.param == name
 
 
+def test_min_tokens_needs_a_token_that_does_not_end_the_answer(make_engine):
+    engine, sink = make_engine(Executor()), Sink()
+    for ids in (range(VOCAB), range(1, VOCAB)):  # eos is the token 0
+        request = make_request("a", [1], eos=0, stop_token_ids=tuple(ids), min_tokens=1)
+        with pytest.raises(RequestError, match="min_tokens is 1, but every token ends the answer"):
+            engine.submit(request, sink.take)
+    engine.submit(
+        make_request("a", [1], eos=0, stop_token_ids=tuple(range(2, VOCAB)), min_tokens=1), sink.take
+    )
+    assert sink.end("a").finish_reason
+
+
 def test_the_time_of_steps_is_added_up_by_span(make_engine):
     engine, sink = make_engine(Executor()), Sink()
     assert engine.snapshot().span_seconds_total == {"forward": 0.0, "sample": 0.0}
