@@ -241,6 +241,9 @@ def test_openapi_describes_bodies_and_errors(server: Server) -> None:
     body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
     assert body["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatBody"}
     text = json.dumps(document)
+    whole = document["paths"]["/v1/completions"]["post"]["responses"]["200"]
+    assert whole["headers"]["x-moesaic-max-tokens"]["schema"] == {"type": "integer"}
+    assert "cut to that" in str(document["components"]["schemas"]["ChatBody"]["properties"]["max_tokens"])
     for name in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
         assert name in document["components"]["schemas"]
     assert "422" not in document["paths"]["/v1/internal/experts"]["get"]["responses"]
