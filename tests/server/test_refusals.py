@@ -342,7 +342,7 @@ def test_a_schema_that_becomes_too_complex_is_the_requests_fault(make_server: Ca
     error = answer.json()["error"]
     assert (error["param"], error["message"]) == (
         "response_format",
-        f"{UNUSABLE}: too many items (after 1 tokens)",
+        f"{UNUSABLE}: too many items (tokens made: 1)",
     )
 
 

@@ -36,9 +36,10 @@ def pool_sizes(groups: Sequence[CacheGroup], kv_bytes: int, limits: Limits, kv_b
         beside = f" beside the states and windows of {limits.max_num_seqs}" if has_others else ""
         hints = [f"lower max_model_len to {low * kv_block}"] if low else []
         hints += ["lower max_num_seqs"] if has_others else []
+        hints.append("give the pool more memory")
         raise CapacityError(
-            f"a KV pool of {kv_bytes} bytes is too small: one request of {num_tokens} tokens{beside} needs "
-            f"{_bytes(groups, needed)}; {''.join(f'{hint}, or ' for hint in hints)}give the pool more memory"
+            f"a KV pool of {kv_bytes} B is too small: one request of {num_tokens} tokens{beside} needs "
+            f"{_bytes(groups, needed)} B; {', or '.join(hints)}"
         )
     return found
 

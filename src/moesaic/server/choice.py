@@ -76,8 +76,8 @@ class ChoiceReader:
             self.finish_reason = event.finish_reason
             reason = event.error or "the engine cancelled the request"
             if reason.startswith(UNUSABLE):
-                raise RequestError(f"{reason} (after {self.num_tokens} tokens)", param="response_format")
-            raise GenerationError(f"generation failed: {reason} (after {self.num_tokens} tokens)")
+                raise RequestError(f"{reason} (tokens made: {self.num_tokens})", param="response_format")
+            raise GenerationError(f"generation failed: {reason} (tokens made: {self.num_tokens})")
         if event.num_cached_tokens:
             self.num_cached_tokens = event.num_cached_tokens
         if event.prompt_logprobs is not None:
