@@ -26,7 +26,7 @@ def cli_page() -> str:
 
 def metrics_page() -> str:
     """Every metric of `/metrics`."""
-    from moesaic.obs.names import METRICS
+    from moesaic.obs.names import METRICS, SPANS
 
     rows = [
         f"| `{m.name}` | {m.kind} | {', '.join(m.labels) or '-'} | {m.help} |"
@@ -34,7 +34,9 @@ def metrics_page() -> str:
     ]
     head = ["# Metrics", "", "Served at `/metrics` in Prometheus text form.", ""]
     head += ["| name | type | labels | meaning |", "|---|---|---|---|"]
-    return NOTE + "\n".join(head + rows) + "\n"
+    spans = ["", "## Spans", "", "Values of the label `span`, the stretches of an engine step.", ""]
+    spans += ["| span | meaning |", "|---|---|", *(f"| `{span.name}` | {span.help} |" for span in SPANS)]
+    return NOTE + "\n".join(head + rows + spans) + "\n"
 
 
 PAGES = {"docs/cli.md": cli_page, "docs/metrics.md": metrics_page}

@@ -119,6 +119,7 @@ class FakeEngine:
         step_s: float = 0.0,
         max_waiting: int = 10_000,
         fail_after: int | None = None,
+        failure: str = "logits are not finite",
         pause_after: int | None = None,
         logprob: float = -0.5,
         num_cached_tokens: int = 0,
@@ -134,6 +135,7 @@ class FakeEngine:
         self.num_cached_tokens = num_cached_tokens
         self.windows: list[float | None] = []
         self._answer, self._step_s, self._max_waiting = answer, step_s, max_waiting
+        self._failure = failure
         self._fail_after, self._pause_after, self._logprob = fail_after, pause_after, logprob
         self._running: dict[str, _Running] = {}
         self._totals = {"prompt": 0, "output": 0, "steps": 0}
@@ -190,6 +192,7 @@ class FakeEngine:
                 output_tokens_total=self._totals["output"],
                 preemptions_total=0,
                 steps_total=self._totals["steps"],
+                span_seconds_total={"forward": 1.5, "sample": 0.25},
                 active={"numerics_digest": "0123456789abcdef0123456789abcdef", "backend": "fake"},
             )
 
@@ -247,6 +250,8 @@ class FakeEngine:
                 pause.wait(self._step_s)
             for running in batch:
                 event = running.next_event(self._logprob, self._fail_after, self.num_cached_tokens)
+                if event.finish_reason == "error":
+                    event = replace(event, error=self._failure)
                 with self._lock:
                     if self._running.get(running.request.request_id) is not running:
                         continue
@@ -284,7 +289,7 @@ class _Running:
         if limit == 0:
             return replace(event, finish_reason="length")
         if fail_after is not None and self.num_done >= fail_after:
-            return replace(event, finish_reason="error", error="logits are not finite")
+            return replace(event, finish_reason="error")
         token_id = (
             self.answer[self.num_done] if self.num_done < len(self.answer) else request.eos_token_ids[0]
         )

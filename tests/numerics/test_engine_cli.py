@@ -58,10 +58,13 @@ def test_generate_shows_experts_in_ascii_when_piped(folder):
     assert "\x1b" not in result.stdout
 
 
-def test_generate_needs_a_prompt(folder):
+def test_an_empty_prompt_needs_a_bos(folder, tmp_path):
     result = invoke("generate", folder, "--threads", 1, text="")
     assert isinstance(result.exception, ConfigError)
-    assert "the prompt is empty" in str(result.exception)
+    assert "the prompt is empty: give at least one token" in str(result.exception)
+    result = invoke("generate", "demo", "--prompt", "", "--max-tokens", 2, "--json", "--threads", 1)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["num_prompt_tokens"] == 1
 
 
 def test_generate_names_a_model_without_weights():

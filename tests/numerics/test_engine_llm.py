@@ -109,6 +109,18 @@ def test_mistakes_are_named(llm, folder):
         moesaic.LLM(folder, max_num_seq=3)
 
 
+def test_the_models_defaults_apply_where_nothing_is_stated(tmp_path):
+    path = checkpoints.write_checkpoint(tmp_path / "m", checkpoints.llama_config())
+    (path / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3, "top_k": 0}')
+    with moesaic.LLM(path, num_threads=1) as llm:
+        assert llm.defaults.params() == SamplingParams(temperature=0.0, max_tokens=3)
+        (found,) = llm.generate([1, 2])
+        (stated,) = llm.generate([1, 2], SamplingParams(temperature=0.0, max_tokens=3))
+        assert found.token_ids == stated.token_ids
+    with pytest.raises(ConfigError, match="was closed: make a new one"):
+        llm.generate([1, 2])
+
+
 def test_without_a_tokenizer_only_ids_work(tmp_path):
     path = checkpoints.write_checkpoint(tmp_path / "m", checkpoints.llama_config())
     with moesaic.LLM(path, num_threads=1) as llm:

@@ -12,6 +12,7 @@ from harness import Server
 
 from moesaic.server.app import create_app
 from moesaic.server.settings import ServerSettings
+from moesaic.text.defaults import SamplingDefaults
 from moesaic.text.template import ChatTemplate
 from moesaic.text.tokenizer import Tokenizer
 
@@ -35,13 +36,20 @@ def template(model_folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
 def make_server(tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
-    def make(*, has_template: bool = True, settings: dict[str, Any] | None = None, **engine: Any) -> Server:
+    def make(
+        *,
+        has_template: bool = True,
+        settings: dict[str, Any] | None = None,
+        defaults: SamplingDefaults | None = None,
+        **engine: Any,
+    ) -> Server:
         fake = FakeEngine(vocab=tokenizer.vocab_size, **engine)
         app = create_app(
             fake,
             tokenizer,
             ServerSettings(model_name="tiny", **(settings or {})),
             template=template if has_template else None,
+            defaults=defaults,
             created_s=1_700_000_000,
         )
         servers.append(Server(app, fake, tokenizer))

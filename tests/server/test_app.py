@@ -141,6 +141,7 @@ def test_metrics_equal_the_table_and_count(server: Server) -> None:
     server.events("/v1/completions", {"prompt": "a", "max_tokens": 4, "n": 2})
     server.post("/v1/completions", {"prompt": 5})
     server.client.get("/nothing")
+    server.client.get("/openapi.json")
     answer = server.client.get("/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
@@ -155,11 +156,36 @@ def test_metrics_equal_the_table_and_count(server: Server) -> None:
     assert metric(server, "moesaic_http_requests_total", route=route, status="200") == 3
     assert metric(server, "moesaic_http_requests_total", route=route, status="400") == 1
     assert metric(server, "moesaic_http_requests_total", route="unmatched", status="404") == 1
+    assert metric(server, "moesaic_http_requests_total", route="/openapi.json", status="200") == 1
     assert metric(server, "moesaic_http_requests_in_flight") == 0
     assert metric(server, "moesaic_output_tokens_total") == 11
     assert metric(server, "moesaic_expert_tokens_total", layer="1", expert_id="3", phase="decode") == 40
     picked = server.client.get("/metrics", params={"name[]": "moesaic_steps_total"}).text
     assert [family.name for family in text_string_to_metric_families(picked)] == ["moesaic_steps"]
+
+
+def test_refusals_at_the_gate_are_counted_under_their_route(make_server: Callable[..., Server]) -> None:
+    server = make_server(settings={"api_key": "k"})
+    server.post("/v1/completions", {"prompt": "a"})
+    server.client.get("/v1/models/tiny")
+    server.client.get("/nothing")
+    server.client.headers["Authorization"] = "Bearer k"
+    for route in ("/v1/completions", "/v1/models/{model_id:path}", "unmatched"):
+        assert metric(server, "moesaic_http_requests_total", route=route, status="401") == 1, route
+
+
+def test_what_fails_and_what_is_refused_is_counted_as_what_it_is(make_server: Callable[..., Server]) -> None:
+    failing = make_server(fail_after=1)
+    assert failing.post("/v1/completions", {"prompt": "a"}).status_code == 500
+    assert metric(failing, "moesaic_requests_total", finish_reason="error") == 1
+    assert metric(failing, "moesaic_requests_total", finish_reason="cancelled") == 0
+    full = make_server(max_waiting=1, settings={"max_body_bytes": 100})
+    assert full.post("/v1/completions", {"prompt": "a", "n": 2}).status_code == 429
+    assert full.engine.wait_idle()
+    assert metric(full, "moesaic_requests_total", finish_reason="cancelled") == 0
+    assert full.post("/v1/completions", {"prompt": "a" * 200}).status_code == 413
+    for status in ("429", "413"):
+        assert metric(full, "moesaic_http_requests_total", route="/v1/completions", status=status) == 1
 
 
 def test_labels_do_not_grow_with_traffic(server: Server) -> None:
@@ -215,6 +241,9 @@ def test_openapi_describes_bodies_and_errors(server: Server) -> None:
     body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
     assert body["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatBody"}
     text = json.dumps(document)
+    whole = document["paths"]["/v1/completions"]["post"]["responses"]["200"]
+    assert whole["headers"]["x-moesaic-max-tokens"]["schema"] == {"type": "integer"}
+    assert "cut to that" in str(document["components"]["schemas"]["ChatBody"]["properties"]["max_tokens"])
     for name in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
         assert name in document["components"]["schemas"]
     assert "422" not in document["paths"]["/v1/internal/experts"]["get"]["responses"]
@@ -328,6 +357,7 @@ def test_a_client_that_leaves_ends_its_requests(make_server: Callable[..., Serve
     asyncio.run(leave())
     assert server.engine.wait_idle()
     assert len(server.engine.cancelled) == 3
+    assert metric(server, "moesaic_requests_total", finish_reason="cancelled") == 3
     route = "/v1/completions"
     assert metric(server, "moesaic_http_requests_total", route=route, status="499") == 1
     assert metric(server, "moesaic_http_requests_in_flight") == 0
@@ -410,6 +440,7 @@ def test_more_than_the_limit_at_once_are_429(make_server: Callable[..., Server])
         third = Visit(server, {"prompt": "a"})
         await asyncio.wait_for(third.task, 5)
         assert third.sent[0]["status"] == 429
+        assert metric(server, "moesaic_http_requests_total", route="/v1/completions", status="429") == 1
         assert (b"retry-after", b"1") in third.sent[0]["headers"]
         server.engine.gate.set()
         await asyncio.gather(*(visit.task for visit in first))

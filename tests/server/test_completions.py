@@ -9,6 +9,8 @@ import pytest
 from fakes import FakeEngine
 from harness import Server
 
+from moesaic.text.defaults import SamplingDefaults
+
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 """A body that is right."""
 
@@ -59,10 +61,43 @@ def test_max_tokens_defaults_and_clamping(server: Server) -> None:
     assert server.complete()["usage"]["completion_tokens"] == 16
     assert server.complete(max_tokens=None)["usage"]["completion_tokens"] == 16
     assert server.chat(max_tokens=None)["choices"][0]["finish_reason"] == "length"
-    huge = server.complete(max_tokens=10**9)
+    huge = server.complete(max_tokens=10**9, min_tokens=10**9)
     assert huge["usage"]["total_tokens"] == server.engine.max_model_len
     assert server.chat(max_completion_tokens=3)["usage"]["completion_tokens"] == 3
     assert server.chat(max_completion_tokens=3, max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_a_max_tokens_that_is_cut_says_so_in_a_header(server: Server) -> None:
+    body = {"prompt": ["the cat", "the"], "max_tokens": 10**9}
+    answer = server.post("/v1/completions", body)
+    assert answer.headers["x-moesaic-max-tokens"] == str(256 - len(server.tokenizer.encode("the cat")))
+    streamed = server.post("/v1/chat/completions", {**CHAT, "max_completion_tokens": 500, "stream": True})
+    assert int(streamed.headers["x-moesaic-max-tokens"]) < 256
+    fitting = server.post("/v1/completions", {"prompt": "the cat", "max_tokens": 250})
+    assert "x-moesaic-max-tokens" not in fitting.headers
+
+
+def test_an_empty_text_is_a_prompt_where_there_is_a_bos(server: Server) -> None:
+    server.complete(prompt="", max_tokens=1)
+    assert server.engine.submitted[-1].prompt_ids == (0,)
+
+
+def test_defaults_of_the_model_yield_to_the_request(make_server: Callable[..., Server]) -> None:
+    values = {"temperature": 0.25, "top_p": 0.5, "top_k": 7, "repetition_penalty": 1.5, "max_tokens": 9}
+    server = make_server(defaults=SamplingDefaults(values=values))
+
+    def sampled() -> dict[str, Any]:
+        sampling = server.engine.submitted[-1].sampling
+        return {name: getattr(sampling, name) for name in values}
+
+    server.chat()
+    assert sampled() == values
+    server.complete()
+    assert sampled() == values | {"max_tokens": 16}
+    server.chat(temperature=None, top_p=1, top_k=-1, repetition_penalty=1, max_tokens=3)
+    stated = {"top_p": 1, "top_k": None, "repetition_penalty": 1, "max_tokens": 3}
+    assert sampled() == values | stated
+    assert server.client.get("/v1/internal/active").json()["sampling_defaults"] == values
 
 
 @pytest.mark.parametrize("is_echoed", [False, True])
@@ -217,6 +252,39 @@ def test_stop_strings_end_the_sequence_in_the_engine(make_server: Callable[..., 
     assert shown["choices"][0]["text"] == "the cat sat"
 
 
+@pytest.mark.parametrize(
+    ("stop", "is_included", "text", "tokens"),
+    [
+        (" on", False, "the cat sat", ["the", " cat", " sat"]),
+        (" on", True, "the cat sat on", ["the", " cat", " sat", " on"]),
+        ("t s", False, "the ca", ["the", " cat"]),  # the token that is cut in two stays whole
+        ("the", False, "", []),
+        ("at sat o", False, "the c", ["the", " cat"]),
+    ],
+)
+def test_logprobs_end_where_the_text_does(
+    server: Server, stop: str, is_included: bool, text: str, tokens: list[str]
+) -> None:
+    server.saying("the cat sat on the mat")
+    body = {"stop": stop, "include_stop_str_in_output": is_included, "max_tokens": 20}
+    choice = server.complete(logprobs=0, **body)["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == tokens
+    assert logprobs["text_offset"] == [len("".join(tokens[:i])) for i in range(len(tokens))]
+    assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == len(tokens)
+    (chat,) = server.chat(logprobs=True, **body)["choices"]
+    assert [entry["token"] for entry in chat["logprobs"]["content"]] == tokens
+    events = server.events("/v1/completions", {"prompt": "the cat", "logprobs": 0, **body})
+    shown = ""
+    for event in events[:-1]:
+        (piece,) = event["choices"]
+        shown += piece["text"]
+        assert all(offset < len(shown) for offset in piece["logprobs"]["text_offset"])
+    sent = [name for event in events[:-1] for name in event["choices"][0]["logprobs"]["tokens"]]
+    assert (shown, sent) == (text, tokens)
+
+
 def test_a_stop_string_that_does_not_come_is_given_back_at_the_end(server: Server) -> None:
     server.saying("the cat sa")
     assert server.complete(stop=["sat"])["choices"][0]["text"] == "the cat sa"
@@ -283,6 +351,8 @@ def test_prompt_logprobs(server: Server) -> None:
     assert second[the] == {"logprob": -1.0, "rank": 1, "decoded_token": "the"}
     assert next(iter(third.values()))["decoded_token"] == " cat"
     assert choice["logprobs"] is None
+    assert "prompt_logprobs" not in server.complete()["choices"][0]
+    assert "prompt_logprobs" not in server.chat()
     assert len(server.chat(prompt_logprobs=0, max_tokens=1)["prompt_logprobs"]) == 6
 
 

@@ -254,7 +254,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(child: Child)
     assert child.process.wait(30) == 0
     assert child.process.stderr is not None
     logged = [json.loads(line)["event"] for line in child.process.stderr]
-    drained = ["SIGTERM: draining, 1 requests run", "drained"]
+    drained = ["SIGTERM: draining, 1 request runs", "drained"]
     assert [event for event in logged if "drain" in event] == drained
 
 

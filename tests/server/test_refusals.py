@@ -13,6 +13,7 @@ from harness import Server
 from moesaic.server.app import create_app
 from moesaic.server.protocol import REFUSED, Ignored
 from moesaic.server.settings import ServerSettings
+from moesaic.text.grammar import UNUSABLE
 from moesaic.text.template import ChatTemplate
 from moesaic.text.tokenizer import Tokenizer
 
@@ -74,6 +75,7 @@ def refused(server: Server, path: str, body: Any, status: int = 400) -> dict[str
         ({"seed": "x"}, "seed"),
         ({"stop": ""}, "stop"),
         ({"stop": [1]}, "stop"),
+        ({"stop": 5}, "stop"),
         ({"stop": ["a"] * 65}, "stop"),
         ({"stop": "a" * 2000}, "stop"),
         ({"stop_token_ids": [380]}, "stop_token_ids"),
@@ -84,6 +86,7 @@ def refused(server: Server, path: str, body: Any, status: int = 400) -> dict[str
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"logit_bias": {"1": "1"}}, "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
         ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "logit_bias"),
         ({"min_tokens": 17}, "min_tokens"),
         ({"logprobs": 21}, "logprobs"),
@@ -183,7 +186,7 @@ def test_what_is_not_built_is_refused_by_name_unless_it_asks_for_nothing(server:
         error = refused(server, path, body | {name: ["something"]})
         assert error["param"] == name
         assert error["message"].startswith(f"{name} is not supported: ")
-        for nothing in (None, False, [], {}):
+        for nothing in (None, False, "", [], {}):
             server.engine.submitted.clear()
             assert server.post(path, body | {name: nothing}).status_code == 200
         server.engine.submitted.clear()
@@ -241,6 +244,16 @@ def test_bytes_that_are_no_usable_json(server: Server, name: str) -> None:
     refused(server, "/v1/completions", BAD_BYTES[name])
     refused(server, "/v1/chat/completions", BAD_BYTES[name])
     refused(server, "/tokenize", BAD_BYTES[name])
+
+
+def test_a_key_given_twice_is_named(server: Server) -> None:
+    error = refused(server, "/v1/completions", b'{"prompt": "a", "seed": 1, "seed": 2}')
+    assert error["message"] == "the key 'seed' stands twice in one object: give it once"
+    assert error["param"] == "seed"
+    error = refused(server, "/v1/completions", b'{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}')
+    assert "the key '5' stands twice" in error["message"]
+    error = refused(server, "/v1/completions", PROMPT | {"logit_bias": {"5": 1, "05": 2}})
+    assert error["message"].startswith("logit_bias names the token 5 twice, once as '05'")
 
 
 def test_whole_surrogate_pairs_are_text(server: Server) -> None:
@@ -320,6 +333,17 @@ def test_a_large_good_body_is_parsed_off_the_loop(server: Server) -> None:
     ids = [5] * 100_000
     answer = server.post("/detokenize", {"tokens": ids})
     assert answer.json()["prompt"] == server.tokenizer.decode(ids)
+
+
+def test_a_schema_that_becomes_too_complex_is_the_requests_fault(make_server: Callable[..., Server]) -> None:
+    server = make_server(fail_after=1, failure=f"{UNUSABLE}: too many items")
+    answer = server.post("/v1/completions", PROMPT | {"response_format": {"type": "json_object"}})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["message"]) == (
+        "response_format",
+        f"{UNUSABLE}: too many items (tokens made: 1)",
+    )
 
 
 def test_a_full_queue_is_429_and_nothing_stays_behind(make_server: Callable[..., Server]) -> None:

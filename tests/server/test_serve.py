@@ -42,12 +42,19 @@ def test_a_taken_port_is_one_line_before_anything_is_loaded() -> None:
         (["deepseek-v3"], "is a preset, which has no weights: give a model folder"),
         (["demo", "--kv-bytes", "much"], "'much' is not a size"),
         (["demo", "--numerics", "slow"], "preset 'slow' is unknown; known: fast, portable"),
+        (["demo", "--generation-config", "vllm"], "must be auto or none, got 'vllm'"),
         (["demo", "--log-style", "xml"], "--log-style must be text or json, got 'xml'"),
         (["demo", "--api-key", ""], "the API key is empty"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], message: str) -> None:
     assert message in refused(*arguments)
+
+
+def test_a_wrong_number_names_the_flag() -> None:
+    done = subprocess.run([*COMMAND, "demo", "--threads", "0"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "Invalid value for '--threads': 0 is not in the range x>=1" in " ".join(done.stderr.split())
 
 
 def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
@@ -75,7 +82,10 @@ def test_the_packaged_model_is_served_and_stops_cleanly() -> None:
             again = client.completions.create(model="demo", prompt="Once upon", max_tokens=2, n=2, seed=1)
             assert [choice.index for choice in again.choices] == [0, 1]
         child.send_signal(signal.SIGTERM)
-        assert child.wait(60) == 0
+        _, log = child.communicate(timeout=60)
+        assert child.returncode == 0
+        defaults = "temperature 0.8, top_p 0.95, max_tokens 256 (generation_config.json; not read: do_sample)"
+        assert f"sampling defaults: {defaults}" in log
     finally:
         child.kill()
         child.communicate()

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from moesaic.audit.bench.measure import Measured, Plan, measure
 from moesaic.audit.bench.report import Report, Slo, load_average, make_report
 from moesaic.audit.bench.workload import Load, PromptLoad, RandomLoad, TraceLoad
+from moesaic.cli.options import (
+    ENGINE_DEFAULTS,
+    DtypeName,
+    IgnoreEos,
+    KvBytes,
+    MaxNumSeqs,
+    Model,
+    NumericsName,
+    Threads,
+)
 from moesaic.errors import ConfigError, MoesaicError
 from moesaic.units import parse_bytes
 
@@ -20,183 +34,210 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
-NumPrompts = Annotated[int, typer.Option(help="Requests in each run.")]
-InputLen = Annotated[int, typer.Option(help="Prompt tokens of each request.")]
-OutputLen = Annotated[int, typer.Option(help="Output tokens of each request.")]
-Concurrency = Annotated[int | None, typer.Option(help="Requests in flight at most [default: no limit].")]
-RequestRate = Annotated[float | None, typer.Option(help="Requests per second, Poisson [default: at once].")]
-Prompts = Annotated[
-    Path | None, typer.Option(help="File of prompts, one a line or .jsonl: realistic routing.")
-]
-Trace = Annotated[Path | None, typer.Option(help="Trace (.jsonl): arrivals, lengths, shared prefixes.")]
-TraceScale = Annotated[float, typer.Option(help="Lengths of the trace times this.")]
-TraceSpeed = Annotated[float, typer.Option(help="Arrivals of the trace so many times faster.")]
-Runs = Annotated[int, typer.Option(help="Measured runs.")]
-Warmup = Annotated[int, typer.Option(help="Runs of a few requests before, not counted.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token: exact lengths.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Draw from the most likely tokens of this mass.")]
-Seed = Annotated[int, typer.Option(help="Of the random prompts and arrivals.")]
-SloTtft = Annotated[float | None, typer.Option(help="Exit 3 if the 99th percentile is above this.")]
-SloTpot = Annotated[float | None, typer.Option(help="Exit 3 if the 99th percentile is above this.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Markdown = Annotated[Path | None, typer.Option(help="Also write a Markdown table to this file.")]
+SloTarget = Annotated[float | None, typer.Option(help="Exit 3 if the 99th percentile is above this.")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What both verbs take."""
+
+    num_prompts: Annotated[int, typer.Option(help="Requests in each run.")] = 16
+    input_len: Annotated[int, typer.Option(help="Prompt tokens of each request.")] = 128
+    output_len: Annotated[int, typer.Option(help="Output tokens of each request.")] = 64
+    concurrency: Annotated[
+        int | None, typer.Option(help="Requests in flight at most [default: no limit].")
+    ] = None
+    request_rate: Annotated[
+        float | None, typer.Option(help="Requests per second, Poisson [default: at once].")
+    ] = None
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of prompts, one a line or .jsonl: realistic routing.")
+    ] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="Trace (.jsonl): arrivals, lengths, shared prefixes.")
+    ] = None
+    trace_scale: Annotated[float, typer.Option(help="Lengths of the trace times this.")] = 1.0
+    trace_speed: Annotated[float, typer.Option(help="Arrivals of the trace so many times faster.")] = 1.0
+    runs: Annotated[int, typer.Option(help="Measured runs.")] = 3
+    warmup: Annotated[int, typer.Option(help="Runs of a few requests before, not counted.")] = 1
+    ignore_eos: IgnoreEos = False
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this mass.")] = 1.0
+    seed: Annotated[int, typer.Option(help="Of the random prompts and arrivals.")] = 0
+    slo_ttft_ms: SloTarget = None
+    slo_tpot_ms: SloTarget = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+    markdown: Annotated[Path | None, typer.Option(help="Also write a Markdown table to this file.")] = None
+
+    def plan(self) -> Plan:
+        """How often, and how many at a time."""
+        return Plan(
+            num_runs=self.runs,
+            num_warmups=self.warmup,
+            concurrency=self.concurrency,
+            request_rate=self.request_rate,
+            seed=self.seed,
+        )
+
+    def slo(self) -> Slo:
+        """The targets."""
+        ttft_ms, tpot_ms = self.slo_ttft_ms, self.slo_tpot_ms
+        return Slo(
+            ttft_s=None if ttft_ms is None else ttft_ms / 1000,
+            tpot_s=None if tpot_ms is None else tpot_ms / 1000,
+        )
+
+    def load(self, *, vocab: int, max_model_len: int | None) -> Load:
+        """The requests."""
+        if self.prompts is not None and self.trace is not None:
+            raise ConfigError("--prompts and --trace exclude each other: a trace has its own lengths")
+        if self.prompts is not None:
+            return PromptLoad.read(self.prompts, num_prompts=self.num_prompts, output_len=self.output_len)
+        if self.trace is not None:
+            return TraceLoad.read(
+                self.trace,
+                num_prompts=self.num_prompts,
+                vocab=vocab,
+                max_model_len=max_model_len,
+                length_scale=self.trace_scale,
+                speed=self.trace_speed,
+                seed=self.seed,
+            )
+        return RandomLoad(
+            num_prompts=self.num_prompts,
+            input_len=self.input_len,
+            output_len=self.output_len,
+            vocab=vocab,
+            seed=self.seed,
+        )
+
+    def finish(self, report: Report) -> None:
+        """Print and write the result, then say by the exit code whether it is good."""
+        typer.echo(json.dumps(report.to_json(), indent=2) if self.as_json else report.to_text())
+        if self.markdown is not None:
+            self.markdown.write_text(report.to_markdown())
+        if not report.figures:
+            raise MoesaicError("no request was completed: nothing was measured (see the warnings above)")
+        if report.slo_missed:
+            raise typer.Exit(3)
+
+
+def _with_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb with every field of `Options` as an option; together they reach it as `options`."""
+    hints, shared = get_type_hints(Options, include_extras=True), fields(Options)
+    own = [one for one in signature(verb, eval_str=True).parameters.values() if one.name != "options"]
+    added = [
+        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+        for one in shared
+    ]
+
+    @wraps(verb)
+    def command(**given: Any) -> None:
+        verb(options=Options(**{one.name: given.pop(one.name) for one in shared}), **given)
+
+    parameters = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in own] + added
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
 
 
 @app.command("throughput")
+@_with_options
 def throughput_command(
-    model: Annotated[str, typer.Argument(help="A model folder, or demo for the packaged model.")],
-    num_prompts: NumPrompts = 16,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 64,
-    concurrency: Concurrency = None,
-    request_rate: RequestRate = None,
-    prompts: Prompts = None,
-    trace: Trace = None,
-    trace_scale: TraceScale = 1.0,
-    trace_speed: TraceSpeed = 1.0,
-    runs: Runs = 3,
-    warmup: Warmup = 1,
-    ignore_eos: IgnoreEos = False,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    slo_ttft_ms: SloTtft = None,
-    slo_tpot_ms: SloTpot = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Requests computed in one step.")] = None,
-    kv_bytes: Annotated[str | None, typer.Option(help="Size of the KV pool, as in 512MiB.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16 [default: the model's].")] = None,
-    numerics: Annotated[str, typer.Option(help="Numerics preset: portable or fast.")] = "portable",
-    threads: Annotated[int | None, typer.Option(help="Threads to compute with [default: all].")] = None,
-    as_json: AsJson = False,
-    markdown: Markdown = None,
+    model: Model,
+    *,
+    options: Options,
+    max_num_seqs: MaxNumSeqs = ENGINE_DEFAULTS["max_num_seqs"],
+    kv_bytes: KvBytes = None,
+    dtype: DtypeName = None,
+    numerics: NumericsName = ENGINE_DEFAULTS["preset"],
+    threads: Threads = None,
 ) -> None:
     """Measure an engine in this process."""
-    plan = Plan(
-        num_runs=runs, num_warmups=warmup, concurrency=concurrency, request_rate=request_rate, seed=seed
-    )
-    slo = _slo(slo_ttft_ms, slo_tpot_ms)
+    plan, slo = options.plan(), options.slo()
+    kv_size = None if kv_bytes is None else parse_bytes(kv_bytes)
     from moesaic.audit.bench.client import EngineLoad  # heavy: after the arguments were found good
     from moesaic.engine.llm import LLM
 
-    options: dict[str, Any] = {
-        "max_num_seqs": max_num_seqs,
-        "kv_bytes": None if kv_bytes is None else parse_bytes(kv_bytes),
-        "dtype": dtype,
-        "num_threads": threads,
-    }
     before = load_average()
-    with LLM(model, preset=numerics, **{k: v for k, v in options.items() if v is not None}) as llm:
+    with LLM(
+        model,
+        preset=numerics,
+        max_num_seqs=max_num_seqs,
+        kv_bytes=kv_size,
+        dtype=dtype,
+        num_threads=threads,
+    ) as llm:
         engine = llm.engine
-        load = _load(
-            num_prompts=num_prompts,
-            input_len=input_len,
-            output_len=output_len,
-            prompts=prompts,
-            trace=trace,
-            trace_scale=trace_scale,
-            trace_speed=trace_speed,
-            vocab=engine.spec.vocab,
-            max_model_len=engine.max_model_len,
-            seed=seed,
-        )
+        load = options.load(vocab=engine.spec.vocab, max_model_len=engine.max_model_len)
         client = EngineLoad(
             engine=engine,
             tokenizer=llm.tokenizer,
-            ignore_eos=ignore_eos,
-            temperature=temperature,
-            top_p=top_p,
+            ignore_eos=options.ignore_eos,
+            temperature=options.temperature,
+            top_p=options.top_p,
         )
         measured = asyncio.run(measure(client, load, plan, _progress))
         active = engine.snapshot().active
-    report = make_report(
-        kind="throughput",
-        subject=model,
-        measured=measured,
-        plan=plan,
-        slo=slo,
-        active=active,
-        load_before=before,
-        ignore_eos=ignore_eos,
+    options.finish(
+        make_report(
+            kind="throughput",
+            subject=model,
+            measured=measured,
+            plan=plan,
+            slo=slo,
+            active=active,
+            load_before=before,
+            ignore_eos=options.ignore_eos,
+        )
     )
-    _finish(report, as_json=as_json, markdown=markdown)
 
 
 @app.command("serve")
+@_with_options
 def serve_command(
+    *,
     url: Annotated[str, typer.Option(help="Address of the server, as in http://127.0.0.1:8000.")],
+    options: Options,
     model: Annotated[str | None, typer.Option(help="Name to ask for [default: the first listed].")] = None,
-    num_prompts: NumPrompts = 32,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 64,
-    concurrency: Concurrency = None,
-    request_rate: RequestRate = None,
-    prompts: Prompts = None,
-    trace: Trace = None,
-    trace_scale: TraceScale = 1.0,
-    trace_speed: TraceSpeed = 1.0,
-    runs: Runs = 3,
-    warmup: Warmup = 1,
-    ignore_eos: IgnoreEos = False,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    slo_ttft_ms: SloTtft = None,
-    slo_tpot_ms: SloTpot = None,
     vocab: Annotated[
-        int | None, typer.Option(help="Random token ids are below this [default: asked of the server].")
+        int | None,
+        typer.Option(min=1, help="Random token ids are below this [default: the server's]."),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Bearer token.")] = None,
-    as_json: AsJson = False,
-    markdown: Markdown = None,
 ) -> None:
     """Measure a server over its OpenAI completions API."""
-    plan = Plan(
-        num_runs=runs, num_warmups=warmup, concurrency=concurrency, request_rate=request_rate, seed=seed
-    )
-    slo = _slo(slo_ttft_ms, slo_tpot_ms)
+    plan, slo = options.plan(), options.slo()
     before = load_average()
-    from moesaic.audit.bench.http_client import connect
+    from moesaic.audit.bench.http_client import HttpLoad, connect
 
     async def run() -> tuple[Measured, dict[str, Any], str]:
         async with connect(url, api_key) as http:
-            name, active, ids_below = await _ask(http, model, vocab, is_random=prompts is None)
-            load = _load(
-                num_prompts=num_prompts,
-                input_len=input_len,
-                output_len=output_len,
-                prompts=prompts,
-                trace=trace,
-                trace_scale=trace_scale,
-                trace_speed=trace_speed,
-                vocab=ids_below,
-                max_model_len=active.get("limits", {}).get("max_model_len"),
-                seed=seed,
-            )
-            from moesaic.audit.bench.http_client import HttpLoad
-
+            name, active, ids_below = await _ask(http, model, vocab, is_random=options.prompts is None)
+            load = options.load(vocab=ids_below, max_model_len=active.get("limits", {}).get("max_model_len"))
             client = HttpLoad(
                 http=http,
                 model=name,
-                ignore_eos=ignore_eos,
-                temperature=temperature,
-                top_p=top_p,
+                ignore_eos=options.ignore_eos,
+                temperature=options.temperature,
+                top_p=options.top_p,
                 has_salts=bool(active),
             )
             return await measure(client, load, plan, _progress), active, name
 
     measured, active, name = asyncio.run(run())
-    report = make_report(
-        kind="serve",
-        subject=f"{name} at {url}",
-        measured=measured,
-        plan=plan,
-        slo=slo,
-        active=active,
-        load_before=before,
-        ignore_eos=ignore_eos,
+    options.finish(
+        make_report(
+            kind="serve",
+            subject=f"{name} at {url}",
+            measured=measured,
+            plan=plan,
+            slo=slo,
+            active=active,
+            load_before=before,
+            ignore_eos=options.ignore_eos,
+        )
     )
-    _finish(report, as_json=as_json, markdown=markdown)
 
 
 async def _ask(
@@ -213,55 +254,6 @@ async def _ask(
             f"{http.base_url} does not say how many token ids there are: give --vocab, or --prompts FILE"
         )
     return name, facts, int(found or 1)
-
-
-def _load(
-    *,
-    num_prompts: int,
-    input_len: int,
-    output_len: int,
-    prompts: Path | None,
-    trace: Path | None,
-    trace_scale: float,
-    trace_speed: float,
-    vocab: int,
-    max_model_len: int | None,
-    seed: int,
-) -> Load:
-    if prompts is not None and trace is not None:
-        raise ConfigError("--prompts and --trace exclude each other: a trace has its own lengths")
-    if prompts is not None:
-        return PromptLoad.read(prompts, num_prompts=num_prompts, output_len=output_len)
-    if trace is not None:
-        return TraceLoad.read(
-            trace,
-            num_prompts=num_prompts,
-            vocab=vocab,
-            max_model_len=max_model_len,
-            length_scale=trace_scale,
-            speed=trace_speed,
-            seed=seed,
-        )
-    return RandomLoad(
-        num_prompts=num_prompts, input_len=input_len, output_len=output_len, vocab=vocab, seed=seed
-    )
-
-
-def _slo(ttft_ms: float | None, tpot_ms: float | None) -> Slo:
-    return Slo(
-        ttft_s=None if ttft_ms is None else ttft_ms / 1000, tpot_s=None if tpot_ms is None else tpot_ms / 1000
-    )
-
-
-def _finish(report: Report, *, as_json: bool, markdown: Path | None) -> None:
-    """Print and write the result, then say by the exit code whether it is good."""
-    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
-    if markdown is not None:
-        markdown.write_text(report.to_markdown())
-    if not report.figures:
-        raise MoesaicError("no request was completed: nothing was measured (see the warnings above)")
-    if report.slo_missed:
-        raise typer.Exit(3)
 
 
 def _progress(text: str) -> None:

@@ -5,62 +5,59 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moesaic.cli.options import ENGINE_DEFAULTS, DtypeName, IgnoreEos, Model, NumericsName, Threads
 from moesaic.errors import ConfigError
-from moesaic.sched.request import SamplingParams
 from moesaic.spec.locate import locate
+from moesaic.text.defaults import SamplingDefaults
 
 if TYPE_CHECKING:
     from moesaic.engine.llm import LLM
     from moesaic.engine.transcript import Completion
+    from moesaic.sched.request import SamplingParams
     from moesaic.spec.experts import ExpertLoad
 
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
+_MODELS = "[default: generation_config.json's]"
 MAX_TOKENS = 256  # of this verb: a terminal is not the place for a whole context
 
 
 def generate_command(
-    model: Annotated[str, typer.Argument(help="A model folder, or demo for the packaged model.")],
+    model: Model,
     prompt: Annotated[str | None, typer.Option(help="Text to continue [default: standard input].")] = None,
     chat: Annotated[bool, typer.Option(help="Put the prompt through the model's chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = MAX_TOKENS,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _DEFAULTS["temperature"],
-    top_p: Annotated[float, typer.Option(help="Draw from the most likely tokens of this mass.")] = _DEFAULTS[
-        "top_p"
-    ],
-    top_k: Annotated[int | None, typer.Option(help="Draw from this many tokens [default: all].")] = None,
+    temperature: Annotated[float | None, typer.Option(help=f"0 is greedy {_MODELS}.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help=f"Draw from the most likely tokens of this mass {_MODELS}.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help=f"Draw from this many tokens {_MODELS}.")] = None,
     min_p: Annotated[
-        float, typer.Option(help="Leave out tokens below this part of the likeliest.")
-    ] = _DEFAULTS["min_p"],
+        float | None, typer.Option(help=f"Leave out tokens below this part of the likeliest {_MODELS}.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text [default: drawn].")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")] = False,
+    ignore_eos: IgnoreEos = False,
     show_experts: Annotated[
         bool, typer.Option("--show-experts", help="Show which experts fired, layer by layer.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when all is done.")] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16 [default: the checkpoint's].")
-    ] = None,
-    numerics: Annotated[str, typer.Option(help="Numerics preset: portable or fast.")] = "portable",
-    threads: Annotated[int | None, typer.Option(help="Threads to compute with [default: all].")] = None,
+    dtype: DtypeName = None,
+    numerics: NumericsName = ENGINE_DEFAULTS["preset"],
+    threads: Threads = None,
 ) -> None:
     """Continue a prompt on the terminal."""
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
+    stated = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    folder = locate(model).weights_folder()
+    sampling = SamplingDefaults.load(folder).params(
+        **{name: value for name, value in stated.items() if value is not None},
         seed=seed,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    folder = locate(model).weights_folder()
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{folder} has no tokenizer.json, so text cannot be read: copy the model's there")
     text = _read_prompt(prompt)
@@ -81,16 +78,14 @@ def generate_command(
 
 
 def _read_prompt(prompt: str | None) -> str:
-    if prompt is None:
-        if sys.stdin.isatty():
-            raise ConfigError("no prompt: give --prompt TEXT, or pipe a text into standard input")
-        try:
-            prompt = sys.stdin.buffer.read().decode()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"standard input is not UTF-8 text (byte {error.start})") from error
-    if not prompt:
-        raise ConfigError("the prompt is empty: give --prompt TEXT, or pipe a text into standard input")
-    return prompt
+    if prompt is not None:
+        return prompt
+    if sys.stdin.isatty():
+        raise ConfigError("no prompt: give --prompt TEXT, or pipe a text into standard input")
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8 text (byte {error.start})") from error
 
 
 def _encode_chat(llm: LLM, text: str) -> tuple[int, ...]:

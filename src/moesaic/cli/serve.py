@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moesaic import log
+from moesaic.cli.options import (
+    ENGINE_DEFAULTS,
+    DtypeName,
+    KvBytes,
+    MaxNumSeqs,
+    Model,
+    NumericsName,
+    Threads,
+    defaults_of,
+)
 from moesaic.engine.config import EngineConfig, read_environment
 from moesaic.errors import ConfigError
 from moesaic.server.settings import ServerSettings
 from moesaic.spec.families import read_config
 from moesaic.spec.locate import Located, locate
+from moesaic.text.defaults import SamplingDefaults
 from moesaic.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -25,40 +35,34 @@ if TYPE_CHECKING:
 
 _log = log.get_logger("cli")
 _PROGRESS_S = 2.0
-_DEFAULTS: dict[str, Any] = {
-    field.name: field.default for kind in (EngineConfig, ServerSettings) for field in dataclasses.fields(kind)
-}
+_SERVER_DEFAULTS = defaults_of(ServerSettings)
 
 
 def serve_command(
-    model: Annotated[str, typer.Argument(help="A model folder, or demo for the packaged model.")],
+    model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name for clients [default: the folder's].")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests computed in one step.")] = _DEFAULTS[
-        "max_num_seqs"
-    ],
+    max_num_seqs: MaxNumSeqs = ENGINE_DEFAULTS["max_num_seqs"],
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer together [default: the model's].")
+        int | None, typer.Option(min=1, help="Tokens of prompt and answer together [default: the model's].")
     ] = None,
     max_tokens_per_step: Annotated[
-        int, typer.Option(help="Longer prompts are computed in chunks.")
-    ] = _DEFAULTS["max_tokens_per_step"],
+        int, typer.Option(min=1, help="Longer prompts are computed in chunks.")
+    ] = ENGINE_DEFAULTS["max_tokens_per_step"],
     max_waiting: Annotated[
-        int, typer.Option(help="Requests that may wait; more are answered with 429.")
-    ] = _DEFAULTS["max_waiting"],
-    kv_bytes: Annotated[
-        str | None, typer.Option(help="Size of the KV pool, as in 512MiB [default: from free memory].")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16 [default: the checkpoint's].")
-    ] = None,
-    numerics: Annotated[str, typer.Option(help="Numerics preset: portable or fast.")] = _DEFAULTS["preset"],
-    threads: Annotated[
-        int | None, typer.Option(help="Threads to compute with [default: all processors].")
-    ] = None,
+        int, typer.Option(min=1, help="Requests that may wait; more are answered with 429.")
+    ] = ENGINE_DEFAULTS["max_waiting"],
+    kv_bytes: KvBytes = None,
+    dtype: DtypeName = None,
+    numerics: NumericsName = ENGINE_DEFAULTS["preset"],
+    threads: Threads = None,
+    generation_config: Annotated[
+        str,
+        typer.Option(help="auto: sampling defaults are those of the model's generation_config.json; none."),
+    ] = "auto",
     api_key: Annotated[
         str | None, typer.Option(help="Key for all paths but /health and /ready [default: MOESAIC_API_KEY].")
     ] = None,
@@ -67,11 +71,13 @@ def serve_command(
     ] = None,
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have after SIGTERM.")
-    ] = _DEFAULTS["drain_timeout_s"],
+    ] = _SERVER_DEFAULTS["drain_timeout_s"],
     log_style: Annotated[str | None, typer.Option(help="text or json [default: text].")] = None,
 ) -> None:
     """Serve a model over the OpenAI HTTP API, until a signal."""
     _configure_log(log_style)
+    if generation_config not in ("auto", "none"):
+        raise ConfigError(f"--generation-config must be auto or none, got {generation_config!r}")
     located = locate(model)
     folder = located.weights_folder()
     settings = ServerSettings(
@@ -79,7 +85,7 @@ def serve_command(
         api_key=api_key if api_key is not None else read_environment().api_key,
         cors_origins=tuple(cors or ()),
         # More could never all be queued, and would be told to come again for ever.
-        max_sequences=max(1, min(_DEFAULTS["max_sequences"], max_waiting)),
+        max_sequences=min(_SERVER_DEFAULTS["max_sequences"], max_waiting),
         drain_timeout_s=drain_timeout,
     )
     config = EngineConfig(
@@ -93,10 +99,19 @@ def serve_command(
         kv_bytes=None if kv_bytes is None else parse_bytes(kv_bytes),
         num_threads=threads,
     )
-    _serve(located, config, settings, host=host, port=port)
+    defaults = SamplingDefaults.load(folder) if generation_config == "auto" else SamplingDefaults()
+    _serve(located, config, settings, defaults, host=host, port=port)
 
 
-def _serve(located: Located, config: EngineConfig, settings: ServerSettings, *, host: str, port: int) -> None:
+def _serve(
+    located: Located,
+    config: EngineConfig,
+    settings: ServerSettings,
+    defaults: SamplingDefaults,
+    *,
+    host: str,
+    port: int,
+) -> None:
     from moesaic.server.run import bind, listen, run, url_of
 
     with bind(host, port) as sock:  # before the weights are loaded, which may take minutes
@@ -120,7 +135,15 @@ def _serve(located: Located, config: EngineConfig, settings: ServerSettings, *, 
             progress=_progress(),
         )
         try:
-            app = create_app(engine, tokenizer, settings, template=template, created_s=int(time.time()))
+            app = create_app(
+                engine,
+                tokenizer,
+                settings,
+                template=template,
+                defaults=defaults,
+                created_s=int(time.time()),
+            )
+            _log.info("sampling defaults: %s", defaults.summary())
             listen(sock)
             url = url_of(sock)
             typer.echo(f"serving {settings.model_name} on {url}")

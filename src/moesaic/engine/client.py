@@ -31,6 +31,7 @@ class EngineSnapshot:
     output_tokens_total: int
     preemptions_total: int
     steps_total: int
+    span_seconds_total: Mapping[str, float]  # by the names of obs/names.py's spans, over the steps committed
     active: Mapping[
         str, Any
     ]  # numerics digest, backend, effects, self-test, layout: what runs and what was refused

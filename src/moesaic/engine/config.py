@@ -82,8 +82,8 @@ class EngineConfig:
         """
         if self.num_threads is not None and self.num_threads > machine.num_cpus:
             raise ConfigError(
-                f"num_threads is {self.num_threads}, but this process may use {machine.num_cpus} processors "
-                f"({machine.cpu_source}): ask for at most {machine.num_cpus}"
+                f"{self.num_threads} threads are asked for, but this process may use {machine.num_cpus} "
+                f"processors ({machine.cpu_source}): ask for at most {machine.num_cpus}"
             )
         return self.num_threads or machine.num_cpus
 
@@ -116,7 +116,7 @@ class EngineConfig:
             if max_model_len < spec.max_position:
                 notes = (
                     f"max_model_len is {max_model_len}, not the model's {spec.max_position}: a KV pool of "
-                    f"{format_bytes(budget_bytes)} holds no more; raise kv_bytes",
+                    f"{format_bytes(budget_bytes)} holds no more; give it more memory",
                 )
                 limits = replace(limits, max_model_len=max_model_len)
         num_blocks = pool_sizes(groups, budget_bytes, limits, kv_block)
@@ -141,7 +141,8 @@ class EngineConfig:
         if self.kv_bytes is not None:
             if self.kv_bytes > machine.available_bytes:
                 raise CapacityError(
-                    f"kv_bytes is {format_bytes(self.kv_bytes)}, memory has {free_text}: lower kv_bytes"
+                    f"a KV pool of {format_bytes(self.kv_bytes)} is asked for, memory has {free_text}: "
+                    "ask for less"
                 )
             return self.kv_bytes, "as asked"
         allowed_bytes = int(KV_FRACTION * machine.available_bytes)

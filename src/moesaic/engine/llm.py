@@ -19,6 +19,7 @@ from moesaic.engine.transcript import Completion, Transcript
 from moesaic.errors import ConfigError, MoesaicError, Overloaded, RequestError
 from moesaic.sched.request import Request, RequestEvent, SamplingParams
 from moesaic.spec.locate import locate
+from moesaic.text.defaults import SamplingDefaults
 from moesaic.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -49,11 +50,13 @@ class LLM:
         """
         folder = locate(str(path)).weights_folder()
         config = EngineConfig.parse(str(folder), options)
+        self.defaults = SamplingDefaults.load(folder)
         has_tokenizer = (folder / "tokenizer.json").is_file()
         self.tokenizer: Tokenizer | None = Tokenizer.load(folder) if has_tokenizer else None
         digest = self.tokenizer.digest if self.tokenizer is not None else ""
         self.engine: Engine = start_engine(config, tokenizer_digest=digest, progress=progress)
         self._ids = count()
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -63,6 +66,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine; unfinished requests end with finish_reason 'error'."""
+        self._is_closed = True
         self.engine.close()
 
     def generate(
@@ -74,10 +78,11 @@ class LLM:
     ) -> list[Completion]:
         """`n` completions of each prompt, prompt by prompt, all computed together.
 
-        One `sampling` serves all prompts, or there is one for each. Choice i of a seeded prompt always draws
-        the same numbers; without a seed one is drawn.
+        One `sampling` serves all prompts, or there is one for each; None takes the model's own (`defaults`).
+        Choice i of a seeded prompt always draws the same numbers; without a seed one is drawn.
 
-        Raises: RequestError for a prompt or parameter that cannot run, before anything is computed for it.
+        Raises: RequestError for a prompt or parameter that cannot run, before anything is computed for it;
+                ConfigError after `close`.
         """
         transcripts = self._transcripts(prompts, sampling, n)
         by_id = {transcript.request.request_id: transcript for transcript in transcripts}
@@ -128,12 +133,15 @@ class LLM:
         n: int,
     ) -> list[Transcript]:
         """One per choice, with its request."""
+        if self._is_closed:
+            raise ConfigError(f"this LLM of {self.engine.config.model} was closed: make a new one")
         if n < 1:
             raise ConfigError(f"n must be at least 1, got {n}")
         listed = _listed(prompts)
-        params = [sampling or SamplingParams()] if not isinstance(sampling, Sequence) else list(sampling)
-        if not isinstance(sampling, Sequence):
-            params *= len(listed)
+        if isinstance(sampling, Sequence):
+            params = list(sampling)
+        else:
+            params = [sampling or self.defaults.params()] * len(listed)
         if len(params) != len(listed):
             raise ConfigError(f"{len(listed)} prompts need as many SamplingParams, or one: got {len(params)}")
         eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()

@@ -20,6 +20,7 @@ from moesaic.engine.link import Link
 from moesaic.engine.load_window import LoadWindow
 from moesaic.errors import Overloaded, RequestError
 from moesaic.log import get_logger
+from moesaic.obs.names import SPANS
 from moesaic.sched.request import Request, RequestEvent
 from moesaic.sched.scheduler import Scheduler
 from moesaic.spec.experts import ExpertLoad
@@ -69,6 +70,7 @@ class Engine:
         self._outbox: list[RequestEvent] = []  # events that no step brought
         self._is_telling = False  # events left the scheduler and have not reached their owners
         self._loads = LoadWindow()
+        self._span_s = {span.name: 0.0 for span in SPANS}
         self._is_draining = False
         self._is_closing = False
         self._end: str | None = None  # why the loop ended
@@ -95,7 +97,7 @@ class Engine:
         with self._lock:
             if self._end is not None or self._is_closing or self._is_draining:
                 why = self._end or ("the engine is closing" if self._is_closing else "the engine is draining")
-                raise Overloaded(f"{why}; send the request elsewhere", retry_after_s=RETRY_S)
+                raise Overloaded(f"{why}: another engine must take the request", retry_after_s=RETRY_S)
             self._scheduler.add(request, time.monotonic())
             self._owners[request.request_id] = on_event
             self._lock.notify_all()
@@ -129,6 +131,7 @@ class Engine:
                 output_tokens_total=stats.output_tokens_total,
                 preemptions_total=stats.preemptions_total,
                 steps_total=stats.steps_total,
+                span_seconds_total=dict(self._span_s),
                 active=self._facts.active,
             )
 
@@ -188,6 +191,8 @@ class Engine:
             with self._lock:
                 events = self._scheduler.commit(result, time.monotonic())
                 self._loads.add(result.loads)
+                for name, seconds in result.spread.items():
+                    self._span_s[name] += seconds
         with self._lock:
             events = (*events, *self._take_outbox())
         self._tell(events)
@@ -244,15 +249,17 @@ class Engine:
                     f"token id {wrong} in {param} is not one of the model's {vocab} (0 to {vocab - 1})",
                     param=param,
                 )
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(request.eos_token_ids))
+        if sampling.min_tokens and len(ends) >= vocab and ends.issuperset(range(vocab)):
+            raise RequestError(
+                f"min_tokens is {sampling.min_tokens}, but every token ends the answer: leave some out of "
+                "stop_token_ids",
+                param="min_tokens",
+            )
         if request.grammar is None:
             return
         if self._grammars is None:
             raise RequestError("this engine was started without structured output", param="response_format")
-        if sampling.ignore_eos:
-            raise RequestError(
-                "ignore_eos and response_format exclude each other: a complete answer must end",
-                param="ignore_eos",
-            )
         self._grammars.check(request.grammar)
 
 

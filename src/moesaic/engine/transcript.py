@@ -8,8 +8,7 @@ import numpy as np
 
 from moesaic.sched.request import FinishReason, Logprobs, Request, RequestEvent
 from moesaic.spec.experts import IntArray
-from moesaic.text.decoder import StreamDecoder
-from moesaic.text.stop import StopMatcher
+from moesaic.text.answer import AnswerText
 from moesaic.text.tokenizer import Tokenizer
 
 
@@ -48,17 +47,12 @@ class Transcript:
     _logprobs: list[Logprobs] = field(default_factory=list)
     _prompt_logprobs: tuple[Logprobs | None, ...] | None = None
     _routes: list[IntArray] = field(default_factory=list)
-    _stops: StopMatcher = field(init=False)
-    _decoder: StreamDecoder | None = field(init=False)
+    _text: AnswerText = field(init=False)
 
     def __post_init__(self) -> None:
-        sampling = self.request.sampling
-        self._stops = StopMatcher(sampling.stop, is_included=sampling.has_stop_in_output)
-        self._decoder = (
-            None
-            if self.tokenizer is None
-            else self.tokenizer.stream_decoder(prompt_ids=self.request.prompt_ids)
-        )
+        request, tokenizer = self.request, self.tokenizer
+        decoder = None if tokenizer is None else tokenizer.stream_decoder(prompt_ids=request.prompt_ids)
+        self._text = AnswerText(request.sampling, decoder)
 
     def add(self, event: RequestEvent) -> str:
         """The text that this event makes safe to show. Once there is a finish reason, nothing is taken."""
@@ -68,31 +62,14 @@ class Transcript:
         self._prompt_logprobs = event.prompt_logprobs or self._prompt_logprobs
         if event.routes is not None:
             self._routes.append(event.routes)
-        shown = ""
-        for i, token_id in enumerate(event.token_ids):
-            self._token_ids.append(token_id)
-            self._logprobs.extend(event.logprobs[i : i + 1])
-            if token_id == event.stop_token_id and not self.request.sampling.has_stop_in_output:
-                continue
-            shown += self._stops.feed(self._decoder.feed(token_id)) if self._decoder is not None else ""
-            if self._stops.is_stopped:
-                self.finish_reason = "stop"
-                break
-        if self.finish_reason is None and event.finish_reason is not None:
-            self.finish_reason, self.stop_token_id = event.finish_reason, event.stop_token_id
-            self.error = event.error
-            shown += self._finish_text()
-        self._pieces.append(shown)
-        return shown
-
-    def _finish_text(self) -> str:
-        if self._decoder is None:
-            return ""
-        shown = self._stops.feed(self._decoder.finish())
-        if self._stops.is_stopped:
-            self.finish_reason, self.stop_token_id = "stop", None
-            return shown
-        return shown + self._stops.finish()
+        added = self._text.read(event)
+        num_taken = len(added.offsets)
+        self._token_ids += event.token_ids[:num_taken]
+        self._logprobs += event.logprobs[:num_taken]
+        self.finish_reason, self.stop_token_id = added.finish_reason, added.stop_token_id
+        self.error = event.error
+        self._pieces.append(added.text)
+        return added.text
 
     def completion(self) -> Completion:
         """The whole; its finish reason must have come."""

@@ -182,17 +182,18 @@ def _explain(checkpoint: Checkpoint, spec: ModelSpec, missing: list[str], unknow
         parts.append(f"{len(missing)} parameters are filled by no tensor: {_few(missing)}")
     if unknown:
         parts.append(f"{len(unknown)} tensors fill no parameter: {_few(unknown)}")
-    message = f"{checkpoint.path} does not match its config.json ({spec.model_type}): {'; '.join(parts)}"
-    if any(".experts." in key for key in unknown) and not spec.moe_layers:
-        return f"{message}. The checkpoint has experts, the config describes a dense model"
     beyond = [
         key
         for key in unknown
         if (m := re.search(r"\.layers\.(\d+)\.", key)) and int(m[1]) >= len(spec.layers)
     ]
-    if beyond:
-        return f"{message}. The config has {len(spec.layers)} layers, the checkpoint more"
-    return f"{message}. Take config.json and weights from the same source"
+    if any(".experts." in key for key in unknown) and not spec.moe_layers:
+        what = f"has experts, but its config.json describes a dense model ({spec.model_type})"
+    elif beyond:
+        what = f"has more layers than the {len(spec.layers)} of its config.json ({spec.model_type})"
+    else:
+        what = f"does not match its config.json ({spec.model_type})"
+    return f"{checkpoint.path} {what}: {'; '.join(parts)}. Take config.json and weights from the same source"
 
 
 def _few(keys: list[str]) -> str:

@@ -78,7 +78,7 @@ class Metrics:
                 family.add_metric([], buckets, sum_value=total)
                 yield family
             elif entry.snapshot is not None:
-                yield _family(entry, [((), float(getattr(snapshot, entry.snapshot)))])
+                yield _family(entry, _snapshot_samples(getattr(snapshot, entry.snapshot)))
             elif entry.name == "moesaic_build_info":
                 yield _family(entry, [(self._info, 1.0)])
             elif entry.name in expert_samples:
@@ -153,6 +153,12 @@ class _Scrape(Collector):
             HistogramMetricFamily(m.name, m.help) if m.kind == "histogram" else _family(m, [])
             for m in METRICS
         ]
+
+
+def _snapshot_samples(value: float | Mapping[str, float]) -> Samples:
+    if isinstance(value, Mapping):
+        return [((label,), float(number)) for label, number in value.items()]
+    return [((), float(value))]
 
 
 def _family(entry: Metric, samples: Samples) -> Family:

@@ -27,18 +27,23 @@ class Metric:
     unit: Unit = ""
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # histograms only: upper bounds, without infinity
-    snapshot: str | None = None  # attribute of the engine's snapshot
+    snapshot: str | None = None  # attribute of the engine's snapshot: a number, or numbers by the one label
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """One stretch of time inside a step; a step's spread has its seconds by this name."""
+    """One stretch of time inside a step; a step's spread has its seconds by this name, a metric their sum."""
 
     name: str
     help: str
 
 
 WINDOW_S = 60.0  # of the gauges that describe recent expert load
+
+SPANS: tuple[Span, ...] = (
+    Span(name="forward", help="Embedding to the last hidden row, all layers."),
+    Span(name="sample", help="Logits, masks, drawing, and prompt log probabilities."),
+)
 
 METRICS: tuple[Metric, ...] = (
     Metric(
@@ -63,7 +68,8 @@ METRICS: tuple[Metric, ...] = (
         name="moesaic_requests_total",
         kind="counter",
         labels=("finish_reason",),
-        help="Finished sequences (each of n choices is one), by reason.",
+        help="Sequences that ended (each of n choices is one): stop, length, error, or cancelled when the "
+        "client left first.",
     ),
     Metric(
         name="moesaic_time_to_first_token_seconds",
@@ -106,6 +112,14 @@ METRICS: tuple[Metric, ...] = (
         help="Sequences in the queue, preempted ones included.",
     ),
     Metric(name="moesaic_steps_total", kind="counter", snapshot="steps_total", help="Steps committed."),
+    Metric(
+        name="moesaic_step_seconds_total",
+        kind="counter",
+        unit="seconds",
+        labels=("span",),
+        snapshot="span_seconds_total",
+        help=f"Time of the steps committed, by span: {', '.join(span.name for span in SPANS)}.",
+    ),
     Metric(
         name="moesaic_preemptions_total",
         kind="counter",
@@ -195,11 +209,6 @@ METRICS: tuple[Metric, ...] = (
         labels=("layer",),
         help=f"Standard deviation of expert loads by their mean, over the last {WINDOW_S:g} s; 0 is even.",
     ),
-)
-
-SPANS: tuple[Span, ...] = (
-    Span(name="forward", help="Embedding to the last hidden row, all layers."),
-    Span(name="sample", help="Logits, masks, drawing, and prompt log probabilities."),
 )
 
 _BY_NAME = {metric.name: metric for metric in METRICS}

@@ -31,11 +31,15 @@ def pool_sizes(groups: Sequence[CacheGroup], kv_bytes: int, limits: Limits, kv_b
     needed = _counts(groups, -(-limits.max_model_len // kv_block), limits, kv_block)
     found = _counts(groups, low, limits, kv_block)
     if any(have < need for have, need in zip(found, needed, strict=True)):
-        hint = f"lower max_model_len to {low * kv_block}, or" if low else "lower max_num_seqs, or"
+        num_tokens = -(-limits.max_model_len // kv_block) * kv_block
+        has_others = any(group.kind != "tokens" for group in groups)
+        beside = f" beside the states and windows of {limits.max_num_seqs}" if has_others else ""
+        hints = [f"lower max_model_len to {low * kv_block}"] if low else []
+        hints += ["lower max_num_seqs"] if has_others else []
+        hints.append("give the pool more memory")
         raise CapacityError(
-            f"one request of max_model_len {limits.max_model_len} tokens, beside the states and windows of "
-            f"{limits.max_num_seqs} requests, needs {_bytes(groups, needed)} bytes of KV pool, there are "
-            f"{kv_bytes}: {hint} give the pool more memory"
+            f"a KV pool of {kv_bytes} B is too small: one request of {num_tokens} tokens{beside} needs "
+            f"{_bytes(groups, needed)} B; {', or '.join(hints)}"
         )
     return found
 

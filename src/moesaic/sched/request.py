@@ -86,7 +86,19 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
-            raise RequestError("the prompt is empty: give at least one token", param="prompt")
+            raise RequestError(
+                "the prompt is empty: give at least one token (an empty text is one only where the tokenizer "
+                "puts a BOS token before it)",
+                param="prompt",
+            )
+        if self.grammar is None:
+            return
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self.sampling, name):
+                raise RequestError(
+                    f"{name} and response_format exclude each other: an answer that is complete must end",
+                    param=name,
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ from moesaic.server.choice import Delta
 from moesaic.server.expert_report import expert_report
 from moesaic.server.generation import Runner, until_gone
 from moesaic.server.job import Arrival, Job, JobMaker
+from moesaic.server.openapi import MAX_TOKENS_HEADER
 from moesaic.server.problem import Problem, problem_of, unavailable
 from moesaic.server.protocol import (
     ChatBody,
@@ -34,6 +35,7 @@ from moesaic.server.protocol import (
 from moesaic.server.reply import ReplyMaker
 from moesaic.server.settings import ServerSettings
 from moesaic.server.stream import EventStream
+from moesaic.text.defaults import SamplingDefaults
 from moesaic.text.template import ChatTemplate
 from moesaic.text.tokenizer import Tokenizer
 
@@ -56,6 +58,7 @@ class Api:
         settings: ServerSettings,
         *,
         template: ChatTemplate | None,
+        defaults: SamplingDefaults,
         created_s: int,
     ) -> None:
         self.engine = engine
@@ -65,6 +68,7 @@ class Api:
         digest = str(active.get("numerics_digest", ""))
         self._fingerprint = f"fp_{digest[:12]}"
         self._tokenizer = tokenizer
+        self._defaults = defaults
         self._created_s = created_s
         self._moe_layers = tuple(layer_idx for layer_idx, _ in engine.spec.moe_layers)
         self.metrics = Metrics(
@@ -82,6 +86,7 @@ class Api:
         self._jobs = JobMaker(
             tokenizer=tokenizer,
             template=template,
+            defaults=defaults,
             model_name=settings.model_name,
             max_model_len=engine.max_model_len,
             vocab=engine.spec.vocab,
@@ -169,6 +174,7 @@ class Api:
             "model": self.settings.model_name,
             "system_fingerprint": self._fingerprint,
             "tokenizer_digest": self._tokenizer.digest,
+            "sampling_defaults": dict(self._defaults.values),
             "engine": {**figures, **snapshot.active},
         }
         return Response(json.dumps(value, default=str), media_type="application/json")
@@ -224,17 +230,18 @@ class Api:
             fingerprint=self._fingerprint,
         )
         deltas = generation.deltas()
+        headers = {} if job.cut_to is None else {MAX_TOKENS_HEADER: str(job.cut_to)}
         try:
             if job.is_stream:
                 # Errors up to the first delta have a status of their own.
                 first = await until_gone(request.receive, anext(deltas))
-                return EventStream(first, deltas, replies, has_usage=job.has_stream_usage)
+                return EventStream(first, deltas, replies, has_usage=job.has_stream_usage, headers=headers)
             found = await until_gone(request.receive, _collect(deltas))
         except BaseException:
             await deltas.aclose()
             raise
         notes |= replies.notes()
-        return Response(replies.full(found).model_dump_json(), media_type="application/json")
+        return Response(replies.full(found), media_type="application/json", headers=headers)
 
     def _model_card(self) -> dict[str, Any]:
         return {

@@ -16,7 +16,7 @@ from moesaic.engine.client import EngineClient
 from moesaic.errors import MoesaicError
 from moesaic.server.api import Api
 from moesaic.server.middleware import Gate, Journal
-from moesaic.server.openapi import ErrorBody, body_of, install_schemas, streamed
+from moesaic.server.openapi import MAX_TOKENS_HEADER, ErrorBody, body_of, install_schemas, streamed
 from moesaic.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -26,6 +26,7 @@ from moesaic.server.protocol import (
 )
 from moesaic.server.reply import ChatChunk, ChatCompletion, Completion
 from moesaic.server.settings import ServerSettings
+from moesaic.text.defaults import SamplingDefaults
 from moesaic.text.template import ChatTemplate
 from moesaic.text.tokenizer import Tokenizer
 
@@ -36,13 +37,22 @@ def create_app(
     settings: ServerSettings,
     *,
     template: ChatTemplate | None = None,
+    defaults: SamplingDefaults | None = None,
     created_s: int = 0,
 ) -> FastAPI:
     """The application over a running engine. Several may share one engine.
 
-    `template` None: chat requests are refused with a word on why. `created_s` is what /v1/models says.
+    `template` None: chat requests are refused with a word on why. `defaults` None: those of `SamplingParams`.
+    `created_s` is what /v1/models says.
     """
-    api = Api(engine, tokenizer, settings, template=template, created_s=created_s)
+    api = Api(
+        engine,
+        tokenizer,
+        settings,
+        template=template,
+        defaults=defaults or SamplingDefaults(),
+        created_s=created_s,
+    )
     app = FastAPI(
         title="moesaic",
         version=__version__,
@@ -75,9 +85,9 @@ def create_app(
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"],
-            expose_headers=["x-request-id", "Retry-After"],
+            expose_headers=["x-request-id", "Retry-After", MAX_TOKENS_HEADER],
         )
-    app.add_middleware(Journal, metrics=api.metrics)
+    app.add_middleware(Journal, metrics=api.metrics, routes=app.routes)
     return app
 
 

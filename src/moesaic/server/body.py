@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import reprlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn, TypeVar
@@ -67,12 +68,14 @@ def parse_body(models: Mapping[str, type[_M]], data: bytes) -> _M:
 
 
 def parse_json(data: bytes) -> Any:
-    """JSON in UTF-8, without NaN, without half surrogates, without numbers or nesting beyond reason.
+    """JSON in UTF-8, each key once, without NaN, half surrogates, numbers or nesting beyond reason.
 
     Raises: RequestError saying what is wrong.
     """
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(
+            data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_without_repeats
+        )
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not valid UTF-8 at byte {error.start}") from error
     except json.JSONDecodeError as error:
@@ -109,6 +112,15 @@ def _check_tree(root: Any) -> None:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise RequestError(f"the body is not valid JSON: {name} is no JSON number")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; of a key given twice the library would silently take the last value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise RequestError(f"the key {_SHORT.repr(key)} stands twice in one object: give it once", param=key)
+    return found
 
 
 def _first_error(error: ValidationError, model: type[BaseModel]) -> RequestError:

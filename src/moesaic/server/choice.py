@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, RequestError
 from moesaic.sched.request import FinishReason, Logprobs, Request, RequestEvent
 from moesaic.server.problem import GenerationError
-from moesaic.text.stop import StopMatcher
+from moesaic.text.answer import AnswerText
+from moesaic.text.grammar import UNUSABLE
 from moesaic.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # minus infinity, which JSON cannot say; as OpenAI writes it
@@ -42,7 +43,10 @@ class Delta:
 
 
 class ChoiceReader:
-    """Reads the events of one choice. Deltas joined are the answer; scores are one per generated token."""
+    """Reads the events of one choice. Deltas joined are the answer, and their scores those of its tokens.
+
+    A token that a stop string cuts in two has a score, those behind it have none.
+    """
 
     def __init__(
         self, choice_idx: int, request: Request, tokenizer: Tokenizer, *, skip_special_tokens: bool
@@ -55,64 +59,52 @@ class ChoiceReader:
         self.prompt_scores: tuple[TokenScore, ...] | None = None
         self.first_token_s: float | None = None
         self._tokenizer = tokenizer
-        self._decoder = tokenizer.stream_decoder(
+        decoder = tokenizer.stream_decoder(
             prompt_ids=request.prompt_ids, skip_special_tokens=skip_special_tokens
         )
         self._skip = skip_special_tokens
-        sampling = request.sampling
-        self._stops = StopMatcher(sampling.stop, is_included=sampling.has_stop_in_output)
-        self._has_stop_in_output = sampling.has_stop_in_output
-        self._num_chars = 0  # of the text so far, held back or not
+        self._text = AnswerText(request.sampling, decoder)
         self._scores: list[TokenScore] = []  # not yet sent
 
     def read(self, event: RequestEvent, now_s: float) -> Delta:
         """What an event adds.
 
-        Raises: GenerationError when the engine gave up on the request.
+        Raises: GenerationError when the engine gave up on the request; RequestError when it did because the
+                schema turned out to be too complex to follow.
         """
         if event.finish_reason in ("error", "cancelled"):
-            raise GenerationError(
-                f"generation failed: {event.error or 'the engine cancelled the request'}; "
-                f"{self.num_tokens} tokens were made"
-            )
+            self.finish_reason = event.finish_reason
+            reason = event.error or "the engine cancelled the request"
+            if reason.startswith(UNUSABLE):
+                raise RequestError(f"{reason} (tokens made: {self.num_tokens})", param="response_format")
+            raise GenerationError(f"generation failed: {reason} (tokens made: {self.num_tokens})")
         if event.num_cached_tokens:
             self.num_cached_tokens = event.num_cached_tokens
         if event.prompt_logprobs is not None:
             self.prompt_scores = self._score_prompt(event.prompt_logprobs)
         if event.token_ids and self.first_token_s is None:
             self.first_token_s = now_s
-        text = ""
-        logprobs: Sequence[Logprobs | None] = event.logprobs or [None] * len(event.token_ids)
-        for token_id, entry in zip(event.token_ids, logprobs, strict=True):
-            self.num_tokens += 1
-            if entry is not None:
-                self._scores.append(self._score(token_id, entry, self._num_chars))
-            # An end token is no text, unless it was asked for as a stop.
-            if token_id != event.stop_token_id or self._has_stop_in_output:
-                piece = self._decoder.feed(token_id)
-                self._num_chars += len(piece)
-                text += self._stops.feed(piece)
-            if self._stops.is_stopped:
-                return self._ended(text, "stop")
-        if event.finish_reason is not None:
-            text += self._stops.feed(self._decoder.finish())
-            reason = "stop" if self._stops.is_stopped else event.finish_reason
-            return self._ended(text + self._stops.finish(), reason)
-        return self._delta(text)
+        added = self._text.read(event)
+        self.num_tokens += len(added.offsets)
+        self._scores += map(self._score, event.token_ids, event.logprobs, added.offsets)
+        self.finish_reason = added.finish_reason
+        return self._delta(added.text)
 
     def empty_end(self) -> Delta:
         """The answer to max_tokens 0, for which the engine is not asked."""
-        return self._ended("", "length")
+        self.finish_reason = "length"
+        return self._delta("")
 
-    def _ended(self, text: str, reason: FinishReason) -> Delta:
-        self.finish_reason = reason
-        return self._delta(text, reason)
+    def _delta(self, text: str) -> Delta:
+        """New text with the scores of its tokens: those that begin in what is shown.
 
-    def _delta(self, text: str, reason: FinishReason | None = None) -> Delta:
-        scores: tuple[TokenScore, ...] = ()
-        if text or reason is not None:
-            scores, self._scores = tuple(self._scores), []
-        return Delta(choice_idx=self.choice_idx, text=text, scores=scores, finish_reason=reason)
+        At the end the rest goes too, such as an end token's, unless a stop string cut it off.
+        """
+        num_due = len(self._scores)
+        if self.finish_reason is None or self._text.is_cut:
+            num_due = sum(score.offset < self._text.num_shown for score in self._scores)
+        due, self._scores = tuple(self._scores[:num_due]), self._scores[num_due:]
+        return Delta(choice_idx=self.choice_idx, text=text, scores=due, finish_reason=self.finish_reason)
 
     def _score(self, token_id: int, entry: Logprobs | None, offset: int) -> TokenScore:
         token_bytes = self._tokenizer.token_bytes

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from moesaic.engine.client import EngineClient
+from moesaic.errors import MoesaicError
 from moesaic.obs.metrics import Metrics
 from moesaic.sched.request import Request, RequestEvent
 from moesaic.server.choice import ChoiceReader, Delta
@@ -93,11 +94,13 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """What is new, choice by choice as it comes; every choice ends with a reason, exactly once.
 
-        Raises: RequestError, Overloaded before the first delta; GenerationError at any time.
+        Raises: Overloaded before the first delta; RequestError, GenerationError at any time.
         """
         idle = [reader for reader in self.readers if not _needs_engine(reader.request)]
         for reader in idle:
-            yield self._note_end(reader, reader.empty_end())
+            delta = reader.empty_end()
+            self._note_end(reader)
+            yield delta
         running = [reader for reader in self.readers if _needs_engine(reader.request)]
         if not running:
             return
@@ -111,12 +114,16 @@ class Generation:
                 reader = self.readers[choice_idx]
                 if reader.finish_reason is not None:
                     continue  # after a stop string, the engine's own last event
-                delta = reader.read(event, time.monotonic())
+                try:
+                    delta = reader.read(event, time.monotonic())
+                except MoesaicError:
+                    self._count_end(reader)
+                    raise
                 if delta.finish_reason is not None:
                     num_left -= 1
                     if event.finish_reason is None:
                         self._engine.cancel(reader.request.request_id)
-                    self._note_end(reader, delta)
+                    self._note_end(reader)
                 if not delta.is_empty:
                     yield delta
         finally:
@@ -132,22 +139,27 @@ class Generation:
 
     def _cancel_rest(self, submission: asyncio.Future[None]) -> None:
         """End what still runs; also after a submission that was refused half way."""
-        if not submission.cancelled():
-            submission.exception()  # seen: it was raised to the reader, or the reader has left
+        # Seen with this: it was raised to the reader, or the reader has left.
+        is_refused = submission.cancelled() or submission.exception() is not None
         for reader in self.readers:
             if reader.finish_reason is None:
                 self._engine.cancel(reader.request.request_id)
+                if not is_refused:
+                    reader.finish_reason = "cancelled"
+                    self._count_end(reader)
 
-    def _note_end(self, reader: ChoiceReader, delta: Delta) -> Delta:
+    def _count_end(self, reader: ChoiceReader) -> None:
+        self._metrics.add("moesaic_requests_total", str(reader.finish_reason))
+
+    def _note_end(self, reader: ChoiceReader) -> None:
         now_s, metrics = time.monotonic(), self._metrics
-        metrics.add("moesaic_requests_total", str(delta.finish_reason))
+        self._count_end(reader)
         metrics.observe("moesaic_request_duration_seconds", now_s - self.job.arrival_s)
         if reader.first_token_s is not None:
             metrics.observe("moesaic_time_to_first_token_seconds", reader.first_token_s - self.job.arrival_s)
             if reader.num_tokens > 1:
                 per_token_s = (now_s - reader.first_token_s) / (reader.num_tokens - 1)
                 metrics.observe("moesaic_time_per_output_token_seconds", per_token_s)
-        return delta
 
 
 def _needs_engine(request: Request) -> bool:

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from moesaic.engine.philox import sibling_seed
@@ -23,11 +23,16 @@ from moesaic.server.protocol import (
     Prompt,
     Sampling,
 )
+from moesaic.text.defaults import SamplingDefaults
 from moesaic.text.grammar import ANY_OBJECT
 from moesaic.text.template import ChatTemplate
 from moesaic.text.tokenizer import Tokenizer
 
 COMPLETION_TOKENS = 16  # the OpenAI API's default for /v1/completions; a chat answer may fill the context
+_SAME_NAMES = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "min_tokens", "ignore_eos",
+)  # fmt: skip
 _RESERVED = frozenset(["messages", "add_generation_prompt", "tools"])
 
 
@@ -58,6 +63,9 @@ class Job:
     prompts: tuple[EncodedPrompt, ...]
     num_choices: int  # per prompt
     requests: tuple[Request, ...]  # one per choice
+    cut_to: int | None = (
+        None  # tokens that the context leaves after the longest prompt, if max_tokens is more
+    )
     has_echo: bool = False
     has_prompt_logprobs: bool = False  # asked for by their own field, not by echo
     skip_special_tokens: bool = True
@@ -77,6 +85,7 @@ class JobMaker:
         *,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
+        defaults: SamplingDefaults,
         model_name: str,
         max_model_len: int,
         vocab: int,
@@ -84,6 +93,7 @@ class JobMaker:
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._defaults = defaults
         self._model_name = model_name
         self._max_model_len = max_model_len
         self._vocab = vocab
@@ -107,8 +117,8 @@ class JobMaker:
         prompt_logprobs = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
-        sampling = _sampling(
-            body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
+        sampling = self._defaults.params(
+            **_given(body), max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs
         )
         return self._job(body, arrival, prompts, sampling, has_echo=bool(body.echo))
 
@@ -127,9 +137,9 @@ class JobMaker:
                 "mean the same: give one",
                 param="max_completion_tokens",
             )
-        sampling = _sampling(
-            body,
-            max_tokens=next(iter(asked), None),
+        sampling = self._defaults.params(
+            **_given(body),
+            **({"max_tokens": asked.pop()} if asked else {}),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         )
@@ -219,15 +229,16 @@ class JobMaker:
         self._check_fields(body, sampling, num_prompts=len(prompts), num_choices=num_choices)
         grammar = _grammar(body)
         requests: list[Request] = []
+        rooms: list[int] = []
         for prompt in prompts:
-            fitted = self._fit(sampling, prompt)
+            rooms.append(self._room(prompt, sampling))
             base = secrets.randbits(63) if body.seed is None else body.seed
             for i in range(num_choices):
                 requests.append(
                     Request(
                         request_id=f"{job_id}-{len(requests)}",
                         prompt_ids=prompt.ids,
-                        sampling=fitted,
+                        sampling=sampling,
                         seed=sibling_seed(base, i),
                         eos_token_ids=self._tokenizer.eos_token_ids,
                         priority=body.priority or 0,
@@ -245,6 +256,7 @@ class JobMaker:
             prompts=tuple(prompts),
             num_choices=num_choices,
             requests=tuple(requests),
+            cut_to=None if sampling.max_tokens is None or min(rooms) >= sampling.max_tokens else min(rooms),
             has_echo=has_echo,
             has_prompt_logprobs=body.prompt_logprobs is not None,
             skip_special_tokens=True if skips is None else skips,
@@ -257,7 +269,7 @@ class JobMaker:
     ) -> None:
         if num_prompts * num_choices > self._max_sequences:
             raise RequestError(
-                f"{num_prompts} prompts times n = {num_choices} is more than the limit of "
+                f"n is {num_choices} and the number of prompts {num_prompts}: that is more than the limit of "
                 f"{self._max_sequences} sequences in one request",
                 param="n" if num_choices > 1 else "prompt",
             )
@@ -268,8 +280,8 @@ class JobMaker:
         if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options")
 
-    def _fit(self, sampling: SamplingParams, prompt: EncodedPrompt) -> SamplingParams:
-        """max_tokens cut to what the context leaves."""
+    def _room(self, prompt: EncodedPrompt, sampling: SamplingParams) -> int:
+        """How many tokens the context leaves after a prompt; the engine makes no more of them."""
         room = self._max_model_len - len(prompt.ids)
         if room < (0 if sampling.max_tokens == 0 else 1):
             raise RequestError(
@@ -278,9 +290,7 @@ class JobMaker:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        if sampling.max_tokens is None or sampling.max_tokens <= room:
-            return sampling
-        return replace(sampling, max_tokens=room)
+        return room
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
@@ -301,55 +311,40 @@ def _message(message: ChatMessage) -> dict[str, Any]:
 
 
 def _token_bias(bias: dict[str, float]) -> dict[int, float]:
-    wrong = next((key for key in bias if not (key.isascii() and key.isdigit() and len(key) < 12)), None)
-    if wrong is not None:
-        raise RequestError(
-            f"logit_bias has the key {wrong[:40]!r}: keys must be token ids", param="logit_bias"
-        )
-    return {int(key): value for key, value in bias.items()}
+    found: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 12):
+            raise RequestError(
+                f"logit_bias has the key {key[:40]!r}: keys must be token ids", param="logit_bias"
+            )
+        if int(key) in found:
+            raise RequestError(
+                f"logit_bias names the token {int(key)} twice, once as {key!r}: give each once",
+                param="logit_bias",
+            )
+        found[int(key)] = value
+    return found
 
 
-def _sampling(
-    body: Sampling, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
-) -> SamplingParams:
-    given = {
-        name: value
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "min_tokens",
-            "ignore_eos",
-        )
-        if (value := getattr(body, name)) is not None
+def _given(body: Sampling) -> dict[str, Any]:
+    """The sampling parameters that a body states; those that it leaves out are not in it."""
+    found = {name: getattr(body, name) for name in _SAME_NAMES if getattr(body, name) is not None}
+    if body.top_k is not None:
+        found["top_k"] = body.top_k if body.top_k > 0 else None
+    return found | {
+        "logit_bias": _token_bias(body.logit_bias or {}),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "stop": tuple(body.stop or ()),
+        "has_stop_in_output": bool(body.include_stop_str_in_output),
     }
-    return SamplingParams(
-        **given,
-        top_k=None if body.top_k in (None, 0, -1) else body.top_k,
-        logit_bias=_token_bias(body.logit_bias or {}),
-        seed=body.seed,
-        max_tokens=max_tokens,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        stop=tuple(body.stop or ()),
-        has_stop_in_output=bool(body.include_stop_str_in_output),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
 
 
 def _grammar(body: Sampling) -> str | None:
-    """The schema that the output must match. An answer that must be complete may not be forbidden to end."""
+    """The schema that the output must match."""
     match body.response_format:
         case JsonObjectFormat():
-            grammar = ANY_OBJECT
+            return ANY_OBJECT
         case JsonSchemaFormat(json_schema=schema):
-            grammar = json.dumps(schema.schema_, ensure_ascii=False)
+            return json.dumps(schema.schema_, ensure_ascii=False)
         case _:
             return None
-    for name in ("ignore_eos", "min_tokens"):
-        if getattr(body, name):
-            raise RequestError(f"{name} and response_format exclude each other", param=name)
-    return grammar

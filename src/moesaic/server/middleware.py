@@ -7,10 +7,11 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moesaic.errors import Overloaded
@@ -28,9 +29,10 @@ CONCURRENT_RETRY_S = 1.0
 class Journal:
     """Names each request, counts it, and writes one line when it ends. Contents are never written."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Sequence[BaseRoute]) -> None:
         self._app = app
         self._metrics = metrics
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on; `scope["moesaic"]` collects what the line says."""
@@ -59,12 +61,17 @@ class Journal:
         finally:
             status = notes.pop("status", status)
             del notes["arrival_s"]
-            route = getattr(scope.get("route"), "path", "unmatched")
+            route = self._route_of(scope)
             self._metrics.add("moesaic_http_requests_total", route, str(status))
             notes |= {"method": scope["method"], "route": route, "status": status}
             notes["seconds"] = round(time.monotonic() - started_s, 4)
             level = logging.DEBUG if scope["path"] in PROBE_PATHS else logging.INFO
             _log.log(level, "%s", _line(notes), extra=notes)
+
+    def _route_of(self, scope: Scope) -> str:
+        """The pattern of the path, also where the request was answered before any route saw it."""
+        matched = (route for route in self._routes if route.matches(scope)[0] is not Match.NONE)
+        return getattr(scope.get("route") or next(matched, None), "path", "unmatched")
 
 
 class Gate:

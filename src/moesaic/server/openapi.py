@@ -24,6 +24,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+MAX_TOKENS_HEADER = "x-moesaic-max-tokens"
 _REF = "#/components/schemas/{model}"
 
 
@@ -40,7 +41,12 @@ def streamed(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": ref}
     either = {"anyOf": [{"const": "[DONE]"}, data]}
     event = {"type": "object", "properties": {"data": either}, "required": ["data"]}
-    return {200: {"content": {"text/event-stream": {"schema": event}}}}
+    cut = {
+        "description": "Only where max_tokens is more than the context leaves after the longest prompt: the "
+        "number of tokens that it leaves, which is the limit in force.",
+        "schema": {"type": "integer"},
+    }
+    return {200: {"content": {"text/event-stream": {"schema": event}}, "headers": {MAX_TOKENS_HEADER: cut}}}
 
 
 def install_schemas(app: FastAPI, models: list[type[BaseModel]]) -> None:

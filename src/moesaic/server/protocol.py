@@ -54,7 +54,7 @@ def _refuse_unbuilt(value: Any) -> Any:
         return value
     for name in REFUSED.keys() & value.keys():
         asked = value[name]
-        if not (asked is None or asked is False or asked in ([], {}) or asked == _NEUTRAL.get(name)):
+        if not (asked is None or asked is False or asked in ("", [], {}) or asked == _NEUTRAL.get(name)):
             raise RequestError(f"{name} is not supported: {REFUSED[name]}", param=name)
     return {name: item for name, item in value.items() if name not in REFUSED}
 
@@ -111,6 +111,8 @@ Prompts = Annotated[
 
 
 def _as_list(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError("must be a text or a list of texts")
     return [value] if isinstance(value, str) else value
 
 
@@ -129,6 +131,11 @@ def _check_bias_count(value: Any) -> Any:
 
 
 LogitBias = Annotated[dict[str, float], BeforeValidator(_check_bias_count)]  # keys: token ids, in quotes
+_CUT = (
+    "More than the context leaves after the prompt is cut to that, and the answer then ends with the reason "
+    "length; the response header x-moesaic-max-tokens says to how many."
+)
+MaxTokens = Annotated[int, Field(ge=0, description=_CUT)]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -171,7 +178,12 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class Sampling(Ignored):
-    """How to answer; null means the default, as does leaving a field out."""
+    """How to answer; null means the default, as does leaving a field out.
+
+    Temperature, top_p, top_k, min_p and repetition_penalty default to the model's generation_config.json, and
+    so does max_tokens of a chat (max_new_tokens there); else nothing is filtered or penalised, and a chat
+    answer may fill the context.
+    """
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
@@ -184,7 +196,7 @@ class Sampling(Ignored):
     logit_bias: LogitBias | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: MaxTokens | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: Stops | None = None
     stop_token_ids: TokenIds | None = None
@@ -257,7 +269,7 @@ class ChatInput(Body):
 class ChatBody(ChatInput, Sampling):
     """POST /v1/chat/completions."""
 
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
 

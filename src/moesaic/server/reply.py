@@ -110,39 +110,37 @@ class ChatChunkChoice(BaseModel):
     finish_reason: str | None = None
 
 
-class Completion(BaseModel):
-    """The answer of /v1/completions, and each chunk of its stream."""
+class Reply(BaseModel):
+    """How every answer begins."""
 
     id: str
-    object: Literal["text_completion"] = "text_completion"
+    object: str
     created: int
     model: str
     system_fingerprint: str
+
+
+class Completion(Reply):
+    """The answer of /v1/completions, and each chunk of its stream."""
+
+    object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Reply):
     """The answer of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(Reply):
     """One chunk of a chat stream."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 
@@ -164,8 +162,15 @@ class ReplyMaker:
         self._started: set[int] = set()  # choices whose echo or role was sent
         self._offsets = [len(job.prompt_of(i).text) if job.has_echo else 0 for i in range(len(job.requests))]
 
-    def full(self, deltas: Iterable[Delta]) -> Completion | ChatCompletion:
-        """The whole answer at once."""
+    def full(self, deltas: Iterable[Delta]) -> str:
+        """The whole answer at once, as JSON; prompt_logprobs, which OpenAI has not, only when asked for."""
+        reply = self._full(deltas)
+        if self._job.has_prompt_logprobs:
+            return reply.model_dump_json()
+        hidden: dict[str, Any] = {"prompt_logprobs": True, "choices": {"__all__": {"prompt_logprobs"}}}
+        return reply.model_dump_json(exclude=hidden)
+
+    def _full(self, deltas: Iterable[Delta]) -> Completion | ChatCompletion:
         texts: list[list[str]] = [[] for _ in self._readers]
         scores: list[list[TokenScore]] = [[] for _ in self._readers]
         for delta in deltas:

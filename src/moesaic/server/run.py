@@ -93,7 +93,8 @@ class DrainingServer(uvicorn.Server):
     def _drain(self, sig: int) -> None:
         self._app.state.api.is_draining = True
         num_left = self._engine.snapshot().num_running
-        _log.info("%s: draining, %d requests run", signal.Signals(sig).name, num_left)
+        running = "1 request runs" if num_left == 1 else f"{num_left} requests run"
+        _log.info("%s: draining, %s", signal.Signals(sig).name, running)
         if self._engine.drain(self._drain_timeout_s):
             _log.info("drained")
         else:

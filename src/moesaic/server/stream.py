@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -31,9 +31,15 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: Delta, deltas: AsyncGenerator[Delta, None], replies: ReplyMaker, *, has_usage: bool
+        self,
+        first: Delta,
+        deltas: AsyncGenerator[Delta, None],
+        replies: ReplyMaker,
+        *,
+        has_usage: bool,
+        headers: Mapping[str, str],
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._first, self._deltas, self._replies, self._has_usage = first, deltas, replies, has_usage
 

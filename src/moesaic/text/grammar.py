@@ -14,6 +14,7 @@ from moesaic.errors import ConfigError, RequestError, UnsupportedModelError
 from moesaic.text.tokenizer import Tokenizer
 
 BoolArray = npt.NDArray[np.bool_]
+UNUSABLE = "the schema in response_format cannot be used"  # how every message about one begins
 ANY_OBJECT = '{"type": "object"}'
 MAX_SCHEMA_CHARS = 1 << 18  # guess: the largest schemas of public collections are near 100,000 characters
 # Between two JSON tokens: a space, or a new line and its indent. With free white space a weak model can
@@ -45,11 +46,11 @@ class GrammarCompiler:
         self._lock = Lock()
 
     def check(self, schema: str) -> None:
-        """Whether `compile` would take this schema.
+        """Whether `compile` would take this schema, and a first token could be chosen.
 
         Raises: RequestError saying what is wrong with it.
         """
-        self._grammar(schema)
+        self.compile(schema).mask()
 
     def compile(self, schema: str | None) -> Matcher:
         """A matcher at the start of its output; None is any JSON object.
@@ -136,4 +137,4 @@ class Matcher:
 
 
 def _refusal(reason: str) -> RequestError:
-    return RequestError(f"the schema in response_format cannot be used: {reason}", param="response_format")
+    return RequestError(f"{UNUSABLE}: {reason}", param="response_format")

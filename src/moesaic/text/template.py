@@ -23,7 +23,7 @@ from jinja2.runtime import Context, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moesaic.errors import CheckpointError, RequestError
-from moesaic.text.tokenizer import read_json
+from moesaic.text.files import read_json, read_text
 
 MAX_TEMPLATE_CHARS = 1 << 20
 # guess: a thousand messages through the longest of the public templates take under a tenth of each.
@@ -38,20 +38,33 @@ Message = Mapping[str, Any]
 class ChatTemplate:
     """One compiled chat template. Thread-safe."""
 
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        name: str = "the chat template",
+    ) -> None:
         """Compile a template; `special_tokens` (`bos_token` and the like) become its variables.
+
+        `name` is what errors call it.
 
         Raises: CheckpointError when it is too long or no valid Jinja.
         """
         if len(source) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(
-                f"the chat template has {len(source)} characters, the limit is {MAX_TEMPLATE_CHARS}"
+                f"{name} has {len(source)} characters, the limit is {MAX_TEMPLATE_CHARS}: shorten it"
             )
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = _ENVIRONMENT.from_string(_with_meters(_ENVIRONMENT.parse(source)))
-        except (TemplateSyntaxError, RecursionError) as error:
-            raise CheckpointError(f"the chat template is not valid Jinja: {error}") from error
+        except TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"{name} is not valid Jinja: {error.message} (line {error.lineno}); correct it, or copy the "
+                "model's file again"
+            ) from error
+        except RecursionError as error:
+            raise CheckpointError(f"{name} is nested too deeply: correct it") from error
 
     @classmethod
     def load(
@@ -68,9 +81,10 @@ class ChatTemplate:
         path = folder / "chat_template.jinja"
         source: Any
         if path.is_file():
-            source = path.read_text("utf-8")
+            source = read_text(path)
         else:
-            source = read_json(folder / "tokenizer_config.json").get("chat_template")
+            path = folder / "tokenizer_config.json"
+            source = read_json(path).get("chat_template")
         if isinstance(source, list):
             named = {
                 str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, dict)
@@ -78,15 +92,16 @@ class ChatTemplate:
             source = named.get("default")
             if source is None:
                 raise CheckpointError(
-                    f"{folder}: chat_template has no entry named default, only {sorted(named)}"
+                    f"{path}: chat_template has no entry named default, only {sorted(named)}: put the one to "
+                    "use into chat_template.jinja"
                 )
         if source is None:
             return None
         if not isinstance(source, str):
             raise CheckpointError(
-                f"{folder}: chat_template must be a string or a list, got {type(source).__name__}"
+                f"{path}: chat_template must be a string or a list, got {type(source).__name__}"
             )
-        return cls(source, special_tokens=special_tokens)
+        return cls(source, special_tokens=special_tokens, name=f"the chat template in {path}")
 
     def render(
         self,

@@ -16,6 +16,7 @@ import tokenizers
 from moesaic.errors import CheckpointError, RequestError
 from moesaic.hashing import digest_bytes
 from moesaic.text.decoder import StreamDecoder, TokenBytes
+from moesaic.text.files import read_json, read_text
 
 _PRIME_TOKENS = 4  # a character has at most 4 bytes
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -24,11 +25,20 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 class Tokenizer:
     """The tokenizer of one checkpoint. Thread-safe: nothing changes after construction but caches."""
 
-    def __init__(self, text: str, *, config: Mapping[str, Any], eos_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        text: str,
+        *,
+        config: Mapping[str, Any],
+        eos_token_ids: Iterable[int] = (),
+        source: str | Path = "tokenizer.json",
+        eos_source: str | Path = "generation_config.json",
+    ) -> None:
         """Build from the text of a tokenizer.json.
 
         `config` is the content of tokenizer_config.json (may be empty); `eos_token_ids` come from the
-        generation config and are joined by the tokenizer's own end token.
+        generation config and are joined by the tokenizer's own end token. `source` and `eos_source` are the
+        files that errors name.
 
         Raises: CheckpointError when the text is no tokenizer; UnsupportedModelError naming a decoder whose
                 text cannot be streamed.
@@ -36,7 +46,10 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # all that the library raises for a damaged file
-            raise CheckpointError(f"tokenizer.json cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{source} is no tokenizer that can be read, or is cut off ({error}): copy the model's "
+                "tokenizer.json there again"
+            ) from error
         # Both may be stored in the file, and would cut or pad every prompt in silence.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -47,7 +60,7 @@ class Tokenizer:
         self._digest = digest_bytes(text.encode(), json.dumps(added).encode()).hex()
         self._vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.special_tokens = _special_tokens(config)
-        self.eos_token_ids = self._resolve_eos(eos_token_ids)
+        self.eos_token_ids = self._resolve_eos(eos_token_ids, source, eos_source)
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -77,7 +90,7 @@ class Tokenizer:
             raise CheckpointError(
                 f"{folder / name}: eos_token_id must be an integer or a list of them, got {eos!r}"
             )
-        return cls(_read_text(path), config=config, eos_token_ids=ids)
+        return cls(read_text(path), config=config, eos_token_ids=ids, source=path, eos_source=folder / name)
 
     @property
     def digest(self) -> str:
@@ -137,7 +150,7 @@ class Tokenizer:
         """The id of a token given by its name, if there is one."""
         return self._tokenizer.token_to_id(token)
 
-    def _resolve_eos(self, ids: Iterable[int]) -> tuple[int, ...]:
+    def _resolve_eos(self, ids: Iterable[int], source: str | Path, eos_source: str | Path) -> tuple[int, ...]:
         found = set(ids)
         name = self.special_tokens.get("eos_token")
         own = None if name is None else self.id_of(name)
@@ -146,32 +159,10 @@ class Tokenizer:
         wrong = sorted(i for i in found if self._tokenizer.id_to_token(i) is None)
         if wrong:
             raise CheckpointError(
-                f"eos_token_id {wrong} names no token of tokenizer.json ({self.vocab_size} ids)"
+                f"{eos_source}: eos_token_id {wrong} names no token of {source} ({self.vocab_size} ids): "
+                "correct it, or copy both files from the same model"
             )
         return tuple(sorted(found))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; a missing file is an empty one.
-
-    Raises: CheckpointError when the file is no JSON object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -54,9 +54,9 @@ def test_kv_bytes_as_asked():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_bytes": 3 * BLOCK_BYTES, "max_model_len": 64}, "max_model_len 64"),
+        ({"kv_bytes": 3 * BLOCK_BYTES, "max_model_len": 64}, "one request of 64 tokens"),
         ({"kv_bytes": 2 * 10**8}, "100 MB free after loading"),
-        ({"kv_bytes": 10}, "."),
+        ({"kv_bytes": 10}, "a KV pool of 10 B is too small: one request of 16 tokens needs"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):

@@ -38,7 +38,7 @@ class Executor(HashModel):
         assert self.gate.wait(10), "nobody opened the gate"
         if plan.step_id == self.fail_at:
             raise ZeroDivisionError("a bug")
-        return super().run(plan)
+        return replace(super().run(plan), spread={"forward": 0.5, "sample": 0.25})
 
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -260,6 +260,34 @@ def test_structured_output_needs_grammars(make_engine):
     request = replace(make_request("a", [1]), grammar="{}")
     with pytest.raises(RequestError, match="without structured output"):
         engine.submit(request, sink.take)
+
+
+@pytest.mark.parametrize("wrong", [{"min_tokens": 2}, {"ignore_eos": True}])
+def test_an_answer_that_must_match_a_grammar_must_be_free_to_end(wrong):
+    (name,) = wrong
+    with pytest.raises(RequestError, match=f"{name} and response_format exclude each other") as caught:
+        replace(make_request("a", [1], **wrong), grammar="{}")
+    assert caught.value.param == name
+
+
+def test_min_tokens_needs_a_token_that_does_not_end_the_answer(make_engine):
+    engine, sink = make_engine(Executor()), Sink()
+    for ids in (range(VOCAB), range(1, VOCAB)):  # eos is the token 0
+        request = make_request("a", [1], eos=0, stop_token_ids=tuple(ids), min_tokens=1)
+        with pytest.raises(RequestError, match="min_tokens is 1, but every token ends the answer"):
+            engine.submit(request, sink.take)
+    engine.submit(
+        make_request("a", [1], eos=0, stop_token_ids=tuple(range(2, VOCAB)), min_tokens=1), sink.take
+    )
+    assert sink.end("a").finish_reason
+
+
+def test_the_time_of_steps_is_added_up_by_span(make_engine):
+    engine, sink = make_engine(Executor()), Sink()
+    assert engine.snapshot().span_seconds_total == {"forward": 0.0, "sample": 0.0}
+    engine.submit(make_request("a", [1], max_tokens=3, ignore_eos=True), sink.take)
+    sink.end("a")
+    assert engine.snapshot().span_seconds_total == {"forward": 1.5, "sample": 0.75}
 
 
 def test_too_many_max_tokens_are_cut_to_the_context(make_engine):

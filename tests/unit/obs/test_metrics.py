@@ -85,6 +85,9 @@ def test_values_equal_the_engines_counters(metrics: Metrics, engine: FakeEngine)
     assert found["moesaic_expert_utilization_ratio", labels] == pytest.approx(1.0)
     assert found["moesaic_expert_load_max_mean_ratio", (("layer", "1"),)] == pytest.approx(2.0)
     assert found["moesaic_kv_blocks", ()] == 64
+    for span, seconds in engine.snapshot().span_seconds_total.items():
+        assert found["moesaic_step_seconds_total", (("span", span),)] == seconds
+    assert set(engine.snapshot().span_seconds_total) == {span.name for span in SPANS}
     assert found["moesaic_engine_ready", ()] == 1
     assert engine.windows[:2] == [None, 60.0]
 

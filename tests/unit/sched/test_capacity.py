@@ -34,7 +34,8 @@ def test_windows_alone_take_what_they_need_and_no_more() -> None:
 
 def test_too_little_for_one_request_is_refused_with_what_would_fit() -> None:
     with pytest.raises(
-        CapacityError, match=r"needs 4096 bytes.*there are 4095.*lower max_model_len to 252, or"
+        CapacityError,
+        match=r"4095 B is too small: one request of 256 tokens needs 4096 B; lower max_model_len to 252",
     ):
         pool_sizes([tokens_group()], 4095, LIMITS, 4)
     assert pool_sizes([tokens_group()], 4096, LIMITS, 4) == (64,)

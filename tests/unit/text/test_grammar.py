@@ -11,7 +11,7 @@ import pytest
 from fakes import train_tokenizer
 
 from moesaic.errors import ConfigError, RequestError
-from moesaic.text.grammar import MAX_SCHEMA_CHARS, GrammarCompiler
+from moesaic.text.grammar import MAX_SCHEMA_CHARS, UNUSABLE, GrammarCompiler
 from moesaic.text.tokenizer import Tokenizer
 
 NUM_LOGITS = 400
@@ -120,6 +120,14 @@ def test_schemas_that_cannot_be_enforced_are_refused(schema: str, message: str) 
     assert caught.value.param == "response_format"
     with pytest.raises(RequestError):
         compiler().compile(schema)
+
+
+@pytest.mark.parametrize(
+    "schema", ['{"$ref": "#"}', '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}']
+)
+def test_a_schema_that_is_nothing_but_itself_is_refused_before_a_token_is_drawn(schema: str) -> None:
+    with pytest.raises(RequestError, match=UNUSABLE):
+        compiler().check(schema)
 
 
 def test_the_vocabulary_must_fit() -> None:

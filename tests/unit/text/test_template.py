@@ -79,8 +79,11 @@ def test_load_prefers_the_file_and_takes_the_default_of_a_list(tmp_path: Path) -
     [
         ([{"name": "rag", "template": "x"}], r"no entry named default, only \['rag'\]"),
         (7, "must be a string or a list, got int"),
-        ("{% for %}", "not valid Jinja"),
-        ("{{ x|no_such_filter }}", "not valid Jinja: No filter named"),
+        ("\n{% for %}", r"not valid Jinja: .* \(line 2\); correct it"),
+        (
+            "{{ x|no_such_filter }}",
+            r"in \S+tokenizer_config.json is not valid Jinja: No filter named",
+        ),
         ("x" * (template_module.MAX_TEMPLATE_CHARS + 1), "the limit is"),
     ],
 )

@@ -196,8 +196,9 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"")
     with pytest.raises(CheckpointError, match="save_pretrained converts it"):
         Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer.json cannot be read"):
+    whole = write_tokenizer(tmp_path / "whole") / "tokenizer.json"
+    (tmp_path / "tokenizer.json").write_text(whole.read_text()[:-500])
+    with pytest.raises(CheckpointError, match=r"/tokenizer.json is no tokenizer that .* copy the model's"):
         Tokenizer.load(tmp_path)
     write_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
@@ -213,7 +214,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     for value, message in (
         ('"1"', "must be an integer"),
         ("true", "must be an integer"),
-        ("9999", "names no token"),
+        ("9999", r"/generation_config.json: eos_token_id \[9999\] names no token of .*: correct it"),
     ):
         (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
         with pytest.raises(CheckpointError, match=message):
