@@ -42,6 +42,7 @@ free_kb=$(df -Pk . | awk 'NR==2 {print $4}')
     echo "  torch $torch        from pip's own index; on Linux with an NVIDIA build that is several GB."
     echo "                       Stop with Ctrl-C and set TORCH_INDEX_URL to a CPU-only index for about 200 MB."
   fi
+  echo "  cmake, nanobind       to build the native kernels ($(command -v c++ || echo "no C++ compiler here, so they are left out and matmuls are torch's own"))"
   echo "  moesaic[$what]      numpy, scipy, tokenizers, safetensors and what else pyproject.toml lists, about $([ "$what" = test ] && echo 150 || echo 70) MB"
 } >&2
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from checkpoints import CONFIGS, write_checkpoint
@@ -9,10 +11,18 @@ from paged import PagedModel, random_tokens
 from torch import Tensor
 
 from moesaic.experts.contract import Routing
+from moesaic.kernels.ops import backends, default_backend
 from moesaic.models.build import LoadedModel, load
 
 PROMPT = random_tokens(70, 256, seed=11)  # past every window of the test configs
 CONTINUATION = random_tokens(8, 256, seed=12)
+# Every family on the backend that users get here, and two families on all the others.
+CASES = [(family, default_backend()) for family in CONFIGS] + [
+    (family, backend)
+    for family in ("olmoe", "deepseek_v3")
+    for backend in backends()
+    if backend != default_backend()
+]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -20,15 +30,16 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def model(
     request: pytest.FixtureRequest, dtype: str, tmp_path_factory: pytest.TempPathFactory
 ) -> LoadedModel:
+    family, backend = request.param
     folder = write_checkpoint(
-        tmp_path_factory.mktemp("model"), CONFIGS[request.param](), dtype=getattr(torch, dtype)
+        tmp_path_factory.mktemp("model"), CONFIGS[family](), dtype=getattr(torch, dtype)
     )
-    loaded = load(folder, num_threads=1)
-    assert loaded.numerics.seam_dtype == dtype
+    loaded = load(folder, num_threads=1, backend=backend)
+    assert (loaded.numerics.seam_dtype, loaded.ops.name) == (dtype, backend)
     return loaded
 
 
@@ -134,3 +145,13 @@ def test_an_idle_step_computes_nothing(model: LoadedModel) -> None:
     seen: list[int] = []
     assert paged.step(observe=lambda moe_idx, routing: seen.append(len(routing.experts_TK))) == []
     assert seen == [0] * len(model.spec.moe_layers)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
+def test_backends_agree_within_a_tolerance(family: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, CONFIGS[family]())
+    logits = {
+        name: PagedModel(load(folder, num_threads=1, backend=name)).run("r", PROMPT) for name in backends()
+    }
+    for found in logits.values():
+        torch.testing.assert_close(found, logits["reference"], rtol=0, atol=1e-4)

@@ -37,6 +37,7 @@ class EngineConfig:
     max_waiting: int = 1024
     kv_bytes: int | None = None  # None: all that is useful, at most KV_FRACTION of what is free after loading
     num_threads: int | None = None  # None: as many as this process may use
+    backend: str | None = None  # of the kernels, as `kernels.ops.backends`; None: the fastest here
     has_prefix_cache: bool = True
     trace_routes: bool = False  # report which experts every token chose
 
@@ -73,6 +74,7 @@ class EngineConfig:
             self,
             kv_bytes=self.kv_bytes or environment.kv_bytes,
             num_threads=self.num_threads or environment.num_threads,
+            backend=self.backend or environment.backend,
         )
 
     def threads(self, machine: Machine) -> int:
@@ -194,6 +196,7 @@ class Environment:
     log_level: str | None = None
     log_style: str | None = None
     api_key: str | None = None
+    backend: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,12 +224,24 @@ def _parse_choice(*known: str) -> Callable[[str], str]:
     return parse
 
 
+def _parse_level(text: str) -> str:
+    level = _parse_choice("reference", "portable", "avx2")(text)
+    return level if level == "reference" else f"native/{level}"
+
+
 VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="MOESAIC_NUM_THREADS",
         field="num_threads",
         parse=_parse_count,
         help="threads to compute with; default: all that this process may use",
+    ),
+    Variable(
+        name="MOESAIC_CPU_LEVEL",
+        field="backend",
+        parse=_parse_level,
+        help="level of the native kernels (avx2, portable), or reference for torch's own matmuls; default: "
+        "the fastest here",
     ),
     Variable(
         name="MOESAIC_KV_BYTES",

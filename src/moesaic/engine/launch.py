@@ -14,6 +14,7 @@ from moesaic.engine.machine import read_machine
 from moesaic.engine.runner import Runner
 from moesaic.engine.worker import Worker
 from moesaic.hashing import digest
+from moesaic.kernels import native
 from moesaic.kv.pool import KvPool
 from moesaic.log import get_logger
 from moesaic.models.build import LoadedModel, load
@@ -45,6 +46,7 @@ def start_engine(
         preset=config.preset,
         dtype=config.dtype,
         num_threads=config.threads(machine),
+        backend=config.backend,
         available_bytes=machine.available_bytes,
         progress=progress,
     )
@@ -83,7 +85,7 @@ def assemble(
     )
     notes = _notes(model, config, has_prefix_cache=ledger.has_prefix_cache)
     for line in (
-        f"weights {format_bytes(model.weight_bytes)}",
+        f"weights {format_bytes(model.weight_bytes)}, backend {model.numerics.backend}",
         config.describe_kv(),
         model.proof.summary(),
         *notes,
@@ -106,6 +108,8 @@ def _notes(model: LoadedModel, config: ResolvedConfig, *, has_prefix_cache: bool
         notes.append(
             "prefix cache: off, because this model keeps a running state that cannot be cut at a block"
         )
+    if not native.levels():
+        notes.append("native kernels: not built in this installation, so matmuls are torch's own")
     notes += [f"{name}: {effect}" for name, effect in model.numerics.effects()]
     return notes
 

@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from moesaic.errors import KernelUnavailable
+from moesaic.kernels import native
 from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.kv_view import KvView
+from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.reference import ReferenceOps
 from moesaic.spec.model import Activation
 from moesaic.spec.numerics import Numerics
+
+NATIVE = "native/"
+"""Prefix of the backends that are native kernels at one instruction level."""
 
 
 class Ops(Protocol):
@@ -109,8 +115,26 @@ def choose(numerics: Numerics, *, num_threads: int) -> Ops:
 
     Raises: KernelUnavailable naming the backend, or what it cannot do.
     """
-    if numerics.backend != "reference":
-        raise KernelUnavailable(
-            f"backend {numerics.backend!r} is not built; known: reference. Set numerics.backend to reference"
-        )
-    return ReferenceOps(numerics, num_threads=num_threads)
+    if numerics.backend == "reference":
+        return ReferenceOps(numerics, num_threads=num_threads)
+    if numerics.backend.startswith(NATIVE):
+        return NativeOps(numerics, num_threads=num_threads)
+    raise KernelUnavailable(
+        f"backend {numerics.backend!r} is not built; known: {', '.join(backends())}. Set numerics.backend to "
+        "one of them"
+    )
+
+
+def backends() -> tuple[str, ...]:
+    """All that run in this installation on this machine."""
+    return ("reference", *(f"{NATIVE}{level}" for level in native.levels()))
+
+
+def default_backend() -> str:
+    """The native level of this machine, unless torch has faster matmuls here.
+
+    With AVX-512 torch multiplies many rows in bfloat16 faster than the AVX2 kernels do.
+    """
+    best = f"{NATIVE}avx2"
+    is_torch_slower = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return best if is_torch_slower and best in backends() else "reference"

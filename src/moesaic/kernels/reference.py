@@ -64,14 +64,10 @@ class ReferenceOps:
 
         Raises: ConfigError when matmul_shards does not divide F.
         """
-        num_shards, width = self.numerics.matmul_shards, weight_DF.shape[1]
+        width = weight_DF.shape[1]
+        num_shards = self._shards_of(width)
         if num_shards == 1:
             return self.linear(x_TF, weight_DF, bias_D)
-        if width % num_shards:
-            raise ConfigError(
-                f"numerics.matmul_shards = {num_shards} does not divide an inner width of {width}; "
-                "ask for fewer shards"
-            )
         x_TF, weight_DF = x_TF.float(), weight_DF.float()
         size = width // num_shards
         leaves = [
@@ -176,6 +172,15 @@ class ReferenceOps:
         for key_width, value_width in set(heads):
             self._attention.prove(key_width, value_width)
         return self._table.proof()
+
+    def _shards_of(self, width: int) -> int:
+        num_shards = self.numerics.matmul_shards
+        if width % num_shards:
+            raise ConfigError(
+                f"numerics.matmul_shards = {num_shards} does not divide an inner width of {width}; "
+                "ask for fewer shards"
+            )
+        return num_shards
 
     def _biased(self, y_TF: Tensor, bias_F: Tensor | None) -> Tensor:
         return (y_TF if bias_F is None else y_TF + bias_F).to(self._seam)

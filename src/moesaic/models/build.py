@@ -19,7 +19,7 @@ from moesaic.experts.router import Router
 from moesaic.experts.store import ResidentStore
 from moesaic.hashing import digest
 from moesaic.kernels.invariance import InvarianceProof
-from moesaic.kernels.ops import Ops, choose
+from moesaic.kernels.ops import Ops, choose, default_backend
 from moesaic.layers.attention import GqaAttention, PagedAttend
 from moesaic.layers.mla import MlaAttention
 from moesaic.layers.norm import RmsNorm
@@ -102,12 +102,14 @@ def load(
     num_threads: int,
     preset: str = "portable",
     dtype: DType | None = None,
+    backend: str | None = None,
     available_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Read config.json and the weights beside it.
 
-    `dtype` None is the checkpoint's own (float32 for float16, which it holds exactly).
+    `dtype` None is the checkpoint's own (float32 for float16, which it holds exactly); `backend` None is the
+    fastest on this machine.
 
     Units:  available_bytes is what the weights may take of this machine's memory; None: not checked.
     Raises: ConfigError for the config; UnsupportedModelError naming what the engine lacks; CheckpointError
@@ -116,7 +118,7 @@ def load(
     """
     checkpoint = Checkpoint.open(path)
     spec = read_spec(path)
-    numerics = numerics_of(preset, dtype=dtype or spec.dtype)
+    numerics = numerics_of(preset, dtype=dtype or spec.dtype, backend=backend or default_backend())
     return build(
         checkpoint,
         spec,

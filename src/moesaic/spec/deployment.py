@@ -362,8 +362,8 @@ def _reason(path: str, value: object, message: str) -> Reason:
 
 def _numerics_reasons(numerics: Numerics) -> list[Reason]:
     reasons = []
-    if numerics.backend != "reference":
-        reasons.append(_reason("numerics.backend", numerics.backend, "only the reference backend is built"))
+    if numerics.backend != "reference" and not numerics.backend.startswith("native/"):
+        reasons.append(_reason("numerics.backend", numerics.backend, "only reference and native/* are built"))
     if numerics.combine != "tree":
         reasons.append(_reason("numerics.combine", numerics.combine, "only the tree is built"))
     return reasons

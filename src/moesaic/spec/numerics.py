@@ -69,7 +69,7 @@ class FormatMap:
 class Numerics:
     """What is computed. Two runs with equal numerics, checkpoint, request and seed give equal bits."""
 
-    backend: str  # "reference": torch ops on the CPU; one level pinned over all ranks
+    backend: str  # "reference": torch ops on the CPU; "native/avx2": one level, pinned over all ranks
     seam_dtype: DType  # a value that crosses a layer seam is rounded to it, wire or no wire
     partial_dtype: DType  # inner nodes of every reduction tree
     matmul_shards: int  # leaves of a row-parallel matmul; a power of two

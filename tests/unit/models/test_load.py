@@ -46,7 +46,7 @@ def test_says_what_was_loaded(tmp_path: Path, family: str) -> None:
     assert (model.store is not None) == (family != "llama")
     assert seen[-1] == (checkpoint.num_bytes, checkpoint.num_bytes)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert len(model.proof.shapes) > 3
+    assert model.proof.shapes
     assert len(model.model_digest) == 32
 
 

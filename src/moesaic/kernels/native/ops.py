@@ -1,0 +1,96 @@
+"""Matmuls over the native kernels; all other ops are those of the reference backend.
+
+A weight is read once per call, whatever the number of rows, and rows are not padded: a result's tree is fixed
+by its width alone, so nothing of it has to be proved on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from moesaic.kernels.invariance import InvarianceProof
+from moesaic.kernels.native import check_level, module
+from moesaic.kernels.reference import ReferenceOps
+from moesaic.spec.numerics import Numerics
+
+
+class NativeOps(ReferenceOps):
+    """`Ops` of backend "native/<level>".
+
+    Logits are float32 as the kernel summed them; the leaves of `linear_inner` stay float32 up to the root.
+    """
+
+    def __init__(self, numerics: Numerics, *, num_threads: int) -> None:
+        """Starts `num_threads` - 1 threads, which end with this object.
+
+        Raises: KernelUnavailable for a level that was not built or that this machine lacks.
+        """
+        self.name = numerics.backend
+        level = numerics.backend.removeprefix("native/")
+        check_level(level)
+        super().__init__(numerics, num_threads=num_threads)
+        compiled = module()
+        assert compiled is not None, "checked above"
+        self._kernels = compiled.Kernels(level, num_threads)
+
+    def linear(self, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        """x @ weight.T (+ bias) as [T, F] in the seam dtype."""
+        return self._biased(self._multiply(x_TD, weight_FD), bias_F)
+
+    def linear_inner(self, x_TF: Tensor, weight_DF: Tensor, bias_D: Tensor | None = None) -> Tensor:
+        """The row-parallel matmul: matmul_shards leaves over F, neighbour tree in float32, rounded once.
+
+        Raises: ConfigError when matmul_shards does not divide F.
+        """
+        num_shards = self._shards_of(weight_DF.shape[1])
+        return self._biased(self._multiply(x_TF, weight_DF, num_shards=num_shards), bias_D)
+
+    def linear_float32(self, x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+        """x @ weight.T in float32 from widened operands."""
+        return self._multiply(x_TD, weight_FD.float())
+
+    def logits(self, x_BD: Tensor, weight_VD: Tensor) -> Tensor:
+        """x @ weight.T as [B, V] float32, not rounded on the way."""
+        return self._multiply(x_BD, weight_VD, out=torch.float32)
+
+    def prove(
+        self,
+        weights: Iterable[tuple[int, int]] = (),
+        *,
+        float32_weights: Iterable[tuple[int, int]] = (),
+        heads: Iterable[tuple[int, int]] = (),
+    ) -> InvarianceProof:
+        """Prove what torch computes here: attention. The matmuls of weights hold by construction.
+
+        Raises:  KernelUnavailable when no way of calling gives equal bits.
+        """
+        return super().prove(heads=heads)
+
+    def _multiply(
+        self, x_TD: Tensor, weight_FD: Tensor, *, num_shards: int = 1, out: torch.dtype | None = None
+    ) -> Tensor:
+        """[T, F] of `out`, which is the weight's dtype unless float32 is asked for."""
+        dtype = weight_FD.dtype
+        x_TD = x_TD.to(dtype).contiguous()
+        if weight_FD.stride(1) != 1:
+            weight_FD = weight_FD.contiguous()
+        num_rows, width = x_TD.shape
+        num_columns = weight_FD.shape[0]
+        assert weight_FD.shape[1] == width, f"x has rows of {width}, the weight of {weight_FD.shape[1]}"
+        y_TF = torch.empty((num_rows, num_columns), dtype=out or dtype)
+        self._kernels.linear(
+            x_TD.data_ptr(),
+            weight_FD.data_ptr(),
+            y_TF.data_ptr(),
+            num_rows,
+            num_columns,
+            width,
+            weight_FD.stride(0),
+            num_shards,
+            dtype == torch.bfloat16,
+            y_TF.dtype == torch.float32,
+        )
+        return y_TF

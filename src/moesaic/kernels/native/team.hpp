@@ -1,0 +1,115 @@
+// Threads that share the tasks of one call. They spin briefly, then sleep: a busy neighbour must not be waited
+// for by burning the core it runs on. Whoever is free takes the next task, the caller included.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace moesaic {
+
+class Team {
+ public:
+  using Task = void (*)(void* context, int64_t task);
+
+  explicit Team(int num_threads) {
+    for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
+  }
+
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  ~Team() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      is_ending_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
+
+  // Returns when every task has ended. One call at a time; others wait for their turn.
+  void run(int64_t num_tasks, Task task, void* context) {
+    std::lock_guard<std::mutex> turn(turn_);
+    if (threads_.empty() || num_tasks <= 1) {
+      for (int64_t i = 0; i < num_tasks; ++i) task(context, i);
+      return;
+    }
+    Job job{task, context, static_cast<uint32_t>(num_tasks), 0};
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job.epoch = job_.epoch + 1;
+      job_ = job;
+      num_done_.store(0);
+      next_.store(static_cast<uint64_t>(job.epoch) << 32);
+    }
+    epoch_.store(job.epoch);
+    if (num_asleep_.load() > 0) wake_.notify_all();
+    take_tasks(job);
+    // All are taken; wait for those that others still work on.
+    while (num_done_.load() < job.num_tasks) pause_or_yield();
+  }
+
+ private:
+  struct Job {
+    Task task = nullptr;
+    void* context = nullptr;
+    uint32_t num_tasks = 0, epoch = 0;
+  };
+
+  static constexpr int kSpins = 2000;  // guess: some 20 us, longer than the gap between two layers' calls
+
+  static void pause_or_yield() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#else
+    std::this_thread::yield();
+#endif
+  }
+
+  // The counter holds the epoch too: whoever comes late finds another one and takes nothing.
+  void take_tasks(const Job& job) {
+    uint64_t next = next_.load();
+    while (next >> 32 == job.epoch && static_cast<uint32_t>(next) < job.num_tasks) {
+      if (!next_.compare_exchange_weak(next, next + 1)) continue;
+      job.task(job.context, static_cast<uint32_t>(next));
+      num_done_.fetch_add(1);
+      next = next_.load();
+    }
+  }
+
+  void work() {
+    uint32_t seen = 0;
+    while (true) {
+      for (int spin = 0; spin < kSpins && epoch_.load() == seen; ++spin) pause_or_yield();
+      Job job;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        num_asleep_.fetch_add(1);
+        wake_.wait(lock, [&] { return job_.epoch != seen || is_ending_; });
+        num_asleep_.fetch_sub(1);
+        if (is_ending_) return;
+        job = job_;
+      }
+      seen = job.epoch;
+      take_tasks(job);
+    }
+  }
+
+  std::vector<std::thread> threads_;
+  std::mutex turn_, mutex_;
+  std::condition_variable wake_;
+  Job job_;              // under mutex_, as is_ending_
+  bool is_ending_ = false;
+  std::atomic<uint32_t> epoch_{0};  // of job_, for those that spin
+  std::atomic<uint64_t> next_{0};   // epoch | first task that nobody took
+  std::atomic<uint32_t> num_done_{0};
+  std::atomic<int> num_asleep_{0};
+};
+
+}  // namespace moesaic
