@@ -138,10 +138,7 @@ class Sampler:
         if allowed_V is not None:
             np.copyto(row_V, _NEG_INF, where=~allowed_V)
         if is_end_early:
-            ends = row_V[recipe.end_ids]
             row_V[recipe.end_ids] = _NEG_INF
-            if allowed_V is not None and row_V.max() == _NEG_INF:
-                row_V[recipe.end_ids] = ends  # a finished grammar leaves only end tokens
         return row_V
 
     def _draw_random(self, row_V: Float32Array, highest: np.float32, recipe: Recipe, position: int) -> int:

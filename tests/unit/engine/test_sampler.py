@@ -230,16 +230,15 @@ def test_min_tokens_leaves_eos_alone_when_it_does_not_end():
     )
 
 
-def test_grammar_mask_decides_and_outlives_min_tokens():
+def test_grammar_mask_decides():
     logits = row(10)
     allowed = np.zeros(10, dtype=bool)
     allowed[[EOS, 7]] = True
     sampler = Sampler(10)
     for seed in range(30):
         assert sampler.draw(logits, recipe(10, seed=seed), history(), allowed).token_id in (EOS, 7)
-        assert sampler.draw(logits, recipe(10, seed=seed, min_tokens=3), history(), allowed).token_id == 7
     only_end = np.arange(10) == EOS
-    assert sampler.draw(logits, recipe(10, min_tokens=3), history(), only_end).token_id == EOS
+    assert sampler.draw(logits, recipe(10), history(), only_end).token_id == EOS
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
