@@ -58,6 +58,10 @@ class Ops(Protocol):
         """act(gate) * up, or act(gate) where up is None, in the seam dtype."""
         ...
 
+    def swiglu_clamped(self, gate_TF: Tensor, up_TF: Tensor, *, limit: float | None, slope: float) -> Tensor:
+        """(up + 1) * gate * sigmoid(slope * gate), both clamped at `limit`, in the seam dtype."""
+        ...
+
     def sigmoid(self, x: Tensor) -> Tensor:
         """Logistic function in float32."""
         ...

@@ -94,6 +94,10 @@ class ReferenceOps:
         """act(gate) * up, or act(gate) where up is None, in the seam dtype."""
         return elementwise.activate(gate_TF, up_TF, kind).to(self._seam)
 
+    def swiglu_clamped(self, gate_TF: Tensor, up_TF: Tensor, *, limit: float | None, slope: float) -> Tensor:
+        """(up + 1) * gate * sigmoid(slope * gate), both clamped at `limit`, in the seam dtype."""
+        return elementwise.swiglu_clamped(gate_TF, up_TF, limit=limit, slope=slope).to(self._seam)
+
     def sigmoid(self, x: Tensor) -> Tensor:
         """Logistic function in float32."""
         return elementwise.sigmoid(x)

@@ -29,6 +29,7 @@ from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.decoder import Decoder, DecoderLayer, FfnHalf, Mixer, MixerHalf
 from moesaic.models.deepseek_v3 import DEEPSEEK_V3
 from moesaic.models.dense_block import DenseBlock
+from moesaic.models.gpt_oss import GPT_OSS
 from moesaic.models.llama import LLAMA
 from moesaic.models.mixtral import MIXTRAL
 from moesaic.models.moe_block import Dense, MoeBlock
@@ -39,6 +40,7 @@ from moesaic.models.weights import (
     Progress,
     Weights,
     check_memory,
+    decoding_note,
     matmul_shapes,
     read_weights,
     router_shapes,
@@ -59,6 +61,7 @@ FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
         "olmoe": OLMOE,
         "mixtral": MIXTRAL,
         "deepseek_v3": DEEPSEEK_V3,
+        "gpt_oss": GPT_OSS,
     }
 )
 """The families that run; `spec.families.RUNNABLE` says the same without torch."""
@@ -92,6 +95,7 @@ class LoadedModel:
     store: ResidentStore | None  # None: a dense model
     weight_bytes: int  # in memory, in the numerics' formats
     accounting: Accounting
+    notes: tuple[str, ...]  # what loading did that the folder does not show
     model_digest: str  # of the spec and of every byte that was read
     proof: InvarianceProof
 
@@ -161,6 +165,7 @@ def build(
         heads=[_head_widths(layer.mixer) for layer in spec.layers if layer.mixer is not None],
     )
     weights = read_weights(checkpoint, spec, numerics, accounting, progress)
+    decoding = decoding_note(checkpoint, accounting, numerics)
     return LoadedModel(
         spec=spec,
         numerics=numerics,
@@ -169,6 +174,7 @@ def build(
         store=weights.store,
         weight_bytes=weight_bytes_of(accounting, numerics),
         accounting=accounting,
+        notes=() if decoding is None else (decoding,),
         model_digest=digest([digest(spec), checkpoint.digest()]),
         proof=proof,
     )

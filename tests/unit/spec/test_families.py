@@ -46,7 +46,7 @@ def test_known_families_are_read_exactly(name: str) -> None:
 
 
 def test_families_without_a_lack_are_the_runnable_ones() -> None:
-    assert {"llama", "mixtral", "olmoe", "qwen3_moe", "deepseek_v3"} == RUNNABLE
+    assert {"llama", "mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss"} == RUNNABLE
     for row in FAMILIES.values():
         assert row.lacks is None or row.lacks.strip()
 
@@ -354,6 +354,18 @@ def test_another_models_layers_are_not_ours() -> None:
 def test_mxfp4_is_of_the_experts_only() -> None:
     spec = read(CONFIGS["gpt_oss"], quantization_config={"quant_method": "mxfp4"})
     assert stored(spec) == {"routed_experts": ("mxfp4", 4.25)}
+    assert spec.is_runnable  # decoded while it is read
+
+
+def test_mxfp4_of_other_families_and_methods_does_not_run() -> None:
+    group = {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}
+    method = {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
+    for spec in (
+        read(MIXTRAL, quantization_config={"quant_method": "mxfp4"}),
+        read(CONFIGS["gpt_oss"], quantization_config=method),
+    ):
+        assert "mxfp4" in {format for format, _ in stored(spec).values()}
+        assert "weights stored as mxfp4" in spec.runnable_reasons[0]
 
 
 @pytest.mark.parametrize(
@@ -533,7 +545,7 @@ def test_every_shared_config_is_read(shared_data: Path) -> None:
         assert spec.is_runnable or spec.runnable_reasons
         if spec.is_runnable:
             runnable.add(spec.model_type)
-    assert runnable == {"qwen3_moe", "olmoe", "mixtral", "deepseek_v3"}
+    assert runnable == {"qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss"}
 
 
 def test_every_class_default_is_read(shared_data: Path) -> None:

@@ -80,7 +80,7 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoe": Family(gqa.read_granitemoe, "granitemoe", "Granite's four multipliers are not run yet"),
     "phimoe": Family(gqa.read_phimoe, "phimoe", "sparsemixer routing is not run yet"),
     "minimax_m2": Family(gqa.read_minimax_m2, "minimax_m2", _unmapped("minimax_m2")),
-    "gpt_oss": Family(gqa.read_gpt_oss, "gpt_oss", _unmapped("gpt_oss")),
+    "gpt_oss": Family(gqa.read_gpt_oss, "gpt_oss", None),
     "dbrx": Family(
         gqa.read_dbrx,
         "dbrx",
