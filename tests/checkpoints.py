@@ -153,6 +153,11 @@ def gpt_oss_config(**changes: Any) -> Config:
     return _COMMON | checkpoints_stacked.GPT_OSS | changes
 
 
+def llama4_config(**changes: Any) -> Config:
+    """See `checkpoints_stacked.LLAMA4`: the text model alone."""
+    return _COMMON | checkpoints_stacked.LLAMA4 | changes
+
+
 CONFIGS: Mapping[str, Callable[..., Config]] = {
     "llama": llama_config,
     "qwen3_moe": qwen3_moe_config,
@@ -160,6 +165,7 @@ CONFIGS: Mapping[str, Callable[..., Config]] = {
     "mixtral": mixtral_config,
     "deepseek_v3": deepseek_v3_config,
     "gpt_oss": gpt_oss_config,
+    "llama4": llama4_config,
 }
 
 

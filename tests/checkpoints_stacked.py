@@ -52,7 +52,48 @@ def gpt_oss_shapes(config: Config) -> dict[str, Shape]:
     return shapes
 
 
-SHAPES: Mapping[str, Callable[[Config], dict[str, Shape]]] = {"gpt_oss": gpt_oss_shapes}
+LLAMA4: Config = {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "num_hidden_layers": 3,
+    "no_rope_layers": [1, 0, 1],
+    "attention_chunk_size": 24,
+    "use_qk_norm": True,
+    "attn_temperature_tuning": True,
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+    "head_dim": 16,
+    "moe_layers": [1, 2],
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+"""Chunks of 24 with rope around a full layer without, whose queries grow every 16 positions; one dense."""
+
+
+def llama4_shapes(config: Config) -> dict[str, Shape]:
+    """Of the text model alone. Experts as x @ W takes them, gate columns before up columns."""
+    D, F, E = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    step = config.get("interleave_moe_layer_step", 1)
+    sparse = config["moe_layers"] or range(step - 1, config["num_hidden_layers"], step)
+    shapes = _around(config, "model")
+    for layer_idx, layer in enumerate(_layers(config, "model")):
+        shapes |= _norms(layer, D, "input_layernorm", "post_attention_layernorm")
+        shapes |= _attention(config, layer, config["head_dim"], config["num_key_value_heads"])
+        block = f"{layer}.feed_forward"
+        if layer_idx not in sparse:
+            shapes |= _gated(block, D, config["intermediate_size_mlp"])
+            continue
+        shapes |= {f"{block}.router.weight": (E, D), **_gated(f"{block}.shared_expert", D, F)}
+        shapes |= {f"{block}.experts.gate_up_proj": (E, D, 2 * F), f"{block}.experts.down_proj": (E, F, D)}
+    return shapes
+
+
+SHAPES: Mapping[str, Callable[[Config], dict[str, Shape]]] = {
+    "gpt_oss": gpt_oss_shapes,
+    "llama4_text": llama4_shapes,
+}
 
 
 def scaled(config: Config, name: str, noise: Tensor) -> Tensor | None:
@@ -93,6 +134,11 @@ def _layers(config: Config, root: str) -> list[str]:
 
 def _norms(layer: str, width: int, *names: str) -> dict[str, Shape]:
     return {f"{layer}.{name}.weight": (width,) for name in names}
+
+
+def _gated(prefix: str, width: int, inner: int) -> dict[str, Shape]:
+    sizes = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+    return {f"{prefix}.{name}.weight": shape for name, shape in sizes.items()}
 
 
 def _attention(config: Config, layer: str, head_dim: int, num_kv_heads: int) -> dict[str, Shape]:

@@ -17,6 +17,7 @@ CASES = [
     ("mixtral", "float32"),
     ("olmoe", "bfloat16"),
     ("gpt_oss", "float32"),
+    ("llama4", "float32"),
 ]
 
 

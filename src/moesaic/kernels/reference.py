@@ -106,11 +106,12 @@ class ReferenceOps:
         """Softmax over the last dim in float32."""
         return elementwise.softmax_last(logits_TE)
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) over the last dim in float32, rounded to x's dtype, times weight."""
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) over the last dim in float32, rounded to x's dtype, times any weight."""
         wide = x_TD.float()
         mean = self._row_sum(wide * wide) / wide.shape[-1]
-        return (wide * (mean + eps).sqrt().reciprocal()).to(x_TD.dtype) * weight_D
+        normed_TD = (wide * (mean + eps).sqrt().reciprocal()).to(x_TD.dtype)
+        return normed_TD if weight_D is None else normed_TD * weight_D
 
     def rope(self, x_THC: Tensor, cos_TC: Tensor, sin_TC: Tensor, is_interleaved: bool) -> Tensor:
         """`x_THC` with its first 2 * C' columns rotated, for tables [T, C'] float32; x's dtype."""
@@ -141,6 +142,7 @@ class ReferenceOps:
         *,
         softmax_scale: float,
         window: int | None = None,
+        is_chunked: bool = False,
         sinks_H: Tensor | None = None,
         value_width: int | None = None,
     ) -> Tensor:
@@ -150,6 +152,7 @@ class ReferenceOps:
             view,
             softmax_scale=softmax_scale,
             window=window,
+            is_chunked=is_chunked,
             sinks_H=sinks_H,
             value_width=value_width,
         ).to(self._seam)

@@ -87,6 +87,7 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Accoun
             few and how many), a tensor of another shape or dtype, and experts in a model without, or a model
             with experts in a checkpoint without.
     """
+    names = names.of(checkpoint.names)
     missing: list[str] = []
     fillings = [*_model_fillings(spec, names), *_layer_fillings(checkpoint, spec, names)]
     known = {key for filling in fillings for key in filling.tensors}

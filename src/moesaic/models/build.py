@@ -31,6 +31,7 @@ from moesaic.models.deepseek_v3 import DEEPSEEK_V3
 from moesaic.models.dense_block import DenseBlock
 from moesaic.models.gpt_oss import GPT_OSS
 from moesaic.models.llama import LLAMA
+from moesaic.models.llama4 import LLAMA4
 from moesaic.models.mixtral import MIXTRAL
 from moesaic.models.moe_block import Dense, MoeBlock
 from moesaic.models.names import WeightMap
@@ -62,6 +63,7 @@ FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
         "mixtral": MIXTRAL,
         "deepseek_v3": DEEPSEEK_V3,
         "gpt_oss": GPT_OSS,
+        "llama4": LLAMA4,
     }
 )
 """The families that run; `spec.families.RUNNABLE` says the same without torch."""

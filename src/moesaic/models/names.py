@@ -6,7 +6,7 @@ stand in a tuple, and the first that is there counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -89,6 +89,14 @@ class WeightMap:
     norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     layer_prefix: str = "model.layers.{layer}."
+    wrapped: WeightMap | None = None  # the same weights inside a model that also sees or hears
+
+    def of(self, keys: Iterable[str]) -> WeightMap:
+        """The map whose layers the keys are below: this one, or the wrapped one."""
+        if self.wrapped is None:
+            return self
+        start = self.wrapped.layer_prefix.split("{", 1)[0]
+        return self.wrapped if any(key.startswith(start) for key in keys) else self
 
 
 def with_biases(names: Mapping[str, str]) -> Mapping[str, Keys]:

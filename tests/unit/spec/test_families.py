@@ -46,7 +46,7 @@ def test_known_families_are_read_exactly(name: str) -> None:
 
 
 def test_families_without_a_lack_are_the_runnable_ones() -> None:
-    assert {"llama", "mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss"} == RUNNABLE
+    assert {"llama", "mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4"} == RUNNABLE
     for row in FAMILIES.values():
         assert row.lacks is None or row.lacks.strip()
 
@@ -131,6 +131,10 @@ def test_moe_layers_come_before_the_interleave_step() -> None:
     llama4 = CONFIGS["llama4"]
     assert sparse(read(llama4)) == [1, 3]
     assert sparse(read(llama4, moe_layers=[0, 2])) == [0, 2]
+    assert read(llama4, attn_temperature_tuning=4) == read(llama4, attn_temperature_tuning=True)
+    for off in (False, 0, None):
+        spec = read(llama4, attn_temperature_tuning=off)
+        assert all(layer.mixer.temperature is None for layer in spec.layers)  # type: ignore[union-attr]
     ropes = [layer.mixer.rope is not None for layer in read(llama4).layers]  # type: ignore[union-attr]
     assert ropes == [True, True, True, False]
 
@@ -428,6 +432,7 @@ def test_quantisation_that_cannot_be_told_is_refused(quantisation: Any, words: s
         ("dbrx", {"ffn_config": [1]}, "ffn_config must be a JSON object"),
         ("qwen3_next", {"linear_num_value_heads": 3}, "a multiple of 2 key heads"),
         ("llama4", {"no_rope_layers": [2]}, "zeros and ones"),
+        ("llama4", {"attn_temperature_tuning": "on"}, "true, false, or a whole number"),
     ],
 )
 def test_wrong_values_name_key_value_and_rule(base: str, changes: dict[str, Any], words: str) -> None:
@@ -545,7 +550,7 @@ def test_every_shared_config_is_read(shared_data: Path) -> None:
         assert spec.is_runnable or spec.runnable_reasons
         if spec.is_runnable:
             runnable.add(spec.model_type)
-    assert runnable == {"qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss"}
+    assert runnable == {"qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "llama4"}
 
 
 def test_every_class_default_is_read(shared_data: Path) -> None:

@@ -74,9 +74,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe": Family(shared.read_glm4_moe, "glm4_moe", _unmapped("glm4_moe")),
     "dots1": Family(shared.read_dots1, "dots1", _unmapped("dots1")),
     "ernie4_5_moe": Family(shared.read_ernie4_5_moe, "ernie4_5_moe", _unmapped("ernie4_5_moe")),
-    "llama4": Family(
-        shared.read_llama4, "llama4", "chunked attention with temperature tuning is not run yet"
-    ),
+    "llama4": Family(shared.read_llama4, "llama4", None),
     "granitemoe": Family(gqa.read_granitemoe, "granitemoe", "Granite's four multipliers are not run yet"),
     "phimoe": Family(gqa.read_phimoe, "phimoe", "sparsemixer routing is not run yet"),
     "minimax_m2": Family(gqa.read_minimax_m2, "minimax_m2", _unmapped("minimax_m2")),
