@@ -158,6 +158,11 @@ def llama4_config(**changes: Any) -> Config:
     return _COMMON | checkpoints_stacked.LLAMA4 | changes
 
 
+def gemma4_config(**changes: Any) -> Config:
+    """See `checkpoints_stacked.GEMMA4`: the text model alone."""
+    return _COMMON | checkpoints_stacked.GEMMA4 | changes
+
+
 CONFIGS: Mapping[str, Callable[..., Config]] = {
     "llama": llama_config,
     "qwen3_moe": qwen3_moe_config,
@@ -166,6 +171,7 @@ CONFIGS: Mapping[str, Callable[..., Config]] = {
     "deepseek_v3": deepseek_v3_config,
     "gpt_oss": gpt_oss_config,
     "llama4": llama4_config,
+    "gemma4": gemma4_config,
 }
 
 

@@ -90,9 +90,63 @@ def llama4_shapes(config: Config) -> dict[str, Shape]:
     return shapes
 
 
+GEMMA4: Config = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 24,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "intermediate_size": 48,
+    "moe_intermediate_size": 32,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 4.0,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5000.0},
+    },
+}
+"""One window, two full layers with wider heads, fewer of keys, which are the values; experts everywhere."""
+
+
+def gemma4_shapes(config: Config) -> dict[str, Shape]:
+    """Of the text model alone. Keys are values in full layers where the config says so."""
+    D, E, F = config["hidden_size"], config["num_experts"], config["moe_intermediate_size"]
+    shapes = _around(config, "model")
+    for layer, kind in zip(_layers(config, "model"), config["layer_types"], strict=True):
+        is_full = kind == "full_attention"
+        is_shared = is_full and config["attention_k_eq_v"]
+        C = config["global_head_dim"] if is_full else config["head_dim"]
+        G = config["num_global_key_value_heads"] if is_shared else config["num_key_value_heads"]
+        attention = _attention(config, layer, C, G)
+        shapes |= {name: shape for name, shape in attention.items() if not (is_shared and "v_proj" in name)}
+        shapes |= {f"{layer}.self_attn.{name}_norm.weight": (C,) for name in "qk"}
+        shapes |= _norms(layer, D, "input_layernorm", "post_attention_layernorm")
+        shapes |= _norms(layer, D, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+        shapes |= {f"{layer}.layer_scalar": (1,), **_gated(f"{layer}.mlp", D, config["intermediate_size"])}
+        if config["enable_moe_block"]:
+            shapes |= _norms(layer, D, "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
+            shapes |= _norms(layer, D, "pre_feedforward_layernorm_2")
+            shapes |= {f"{layer}.router.proj.weight": (E, D), f"{layer}.router.scale": (D,)}
+            shapes[f"{layer}.router.per_expert_scale"] = (E,)
+            experts = f"{layer}.experts"
+            shapes |= {f"{experts}.gate_up_proj": (E, 2 * F, D), f"{experts}.down_proj": (E, D, F)}
+    return shapes
+
+
 SHAPES: Mapping[str, Callable[[Config], dict[str, Shape]]] = {
     "gpt_oss": gpt_oss_shapes,
     "llama4_text": llama4_shapes,
+    "gemma4_text": gemma4_shapes,
 }
 
 
@@ -100,10 +154,12 @@ def scaled(config: Config, name: str, noise: Tensor) -> Tensor | None:
     """The noise of a tensor that only these families have, scaled; None for the others."""
     if re.search(r"(sinks|proj_bias|router\.bias)$", name):
         return 0.6 * noise
-    if name.endswith("router.weight"):
+    if re.search(r"(layer_scalar|router\.scale|per_expert_scale)$", name):
+        return 1.0 + 0.3 * noise
+    if re.search(r"router(\.proj)?\.weight$", name):
         return noise * (2.0 / noise.shape[-1] ** 0.5)
     if re.search(r"experts\.\w+$", name) and noise.dim() == 3:
-        return noise * noise.shape[-2] ** -0.5
+        return noise * noise.shape[-1 if config["model_type"] == "gemma4_text" else -2] ** -0.5
     return None
 
 

@@ -17,7 +17,6 @@ CASES = [
     ("mixtral", "float32"),
     ("olmoe", "bfloat16"),
     ("gpt_oss", "float32"),
-    ("llama4", "float32"),
 ]
 
 

@@ -52,6 +52,11 @@ def sigmoid(x: Tensor) -> Tensor:
     return vectorised(torch.sigmoid, x)
 
 
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), float32."""
+    return vectorised(torch.tanh, x.float() / cap) * cap
+
+
 def sum_last(x: Tensor) -> Tensor:
     """The sum over the last dim, kept as size 1: halves are added until one number is left."""
     while x.shape[-1] > 1:

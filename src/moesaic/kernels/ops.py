@@ -66,6 +66,10 @@ class Ops(Protocol):
         """Logistic function in float32."""
         ...
 
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) in float32."""
+        ...
+
     def softmax_float32(self, logits_TE: Tensor) -> Tensor:
         """Softmax over the last dim in float32."""
         ...

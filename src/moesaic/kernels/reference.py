@@ -102,6 +102,10 @@ class ReferenceOps:
         """Logistic function in float32."""
         return elementwise.sigmoid(x)
 
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) in float32."""
+        return elementwise.softcap(x, cap)
+
     def softmax_float32(self, logits_TE: Tensor) -> Tensor:
         """Softmax over the last dim in float32."""
         return elementwise.softmax_last(logits_TE)

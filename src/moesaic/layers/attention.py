@@ -106,7 +106,8 @@ class PagedAttend(Attend):
 class GqaAttention:
     """Projections, norms and rotation around an `Attend`.
 
-    Weights: q k v o, and as the spec says q_bias k_bias v_bias o_bias, q_norm k_norm, sinks.
+    Weights: q k v o, without v where keys are values, and as the spec says q_bias k_bias v_bias o_bias,
+             q_norm k_norm, sinks.
     Shapes:  q [H * C, D], k and v [G * C, D], o [D, H * C]; norms [C] per head, or [H * C] and [G * C].
     """
 
@@ -135,7 +136,10 @@ class GqaAttention:
         query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._q = owner.linear("q", (query, hidden), ops, has_bias=spec.has_qkv_bias)
         self._k = owner.linear("k", (key, hidden), ops, has_bias=spec.has_qkv_bias)
-        self._v = owner.linear("v", (key, hidden), ops, has_bias=spec.has_qkv_bias)
+        self._v = None
+        if not spec.value_is_key:
+            self._v = owner.linear("v", (key, hidden), ops, has_bias=spec.has_qkv_bias)
+        self._v_norm = RmsNorm(None, norm_eps, ops) if spec.has_value_norm else None
         self._o = owner.linear("o", (hidden, query), ops, has_bias=spec.has_out_bias, is_inner=True)
         self._temperature = None if spec.temperature is None else Temperature(spec.temperature)
         self._q_norm = self._k_norm = None
@@ -153,8 +157,11 @@ class GqaAttention:
         """[T, D] in the seam dtype; every row attends to its own sequence in the pool."""
         spec = self._spec
         q_THC = self._heads(self._q(x_TD), self._q_norm, spec.num_heads)
-        key_TGC = self._heads(self._k(x_TD), self._k_norm, spec.num_kv_heads)
-        value_TGC = self._heads(self._v(x_TD), None, spec.num_kv_heads)
+        key_TF = self._k(x_TD)
+        key_TGC = self._heads(key_TF, self._k_norm, spec.num_kv_heads)
+        value_TGC = self._heads(key_TF if self._v is None else self._v(x_TD), None, spec.num_kv_heads)
+        if self._v_norm is not None:
+            value_TGC = self._v_norm(value_TGC)
         if self._rope is not None:
             q_THC = self._rope.rotate(q_THC, positions_T, self._ops)
             key_TGC = self._rope.rotate(key_TGC, positions_T, self._ops)
@@ -185,7 +192,6 @@ def _check(spec: GqaSpec) -> None:
         text
         for is_needed, text in (
             (spec.has_output_gate, "an output gate (Qwen3-Next)"),
-            (spec.value_is_key, "keys as values (Gemma 4)"),
             (spec.kv_from is not None, "keys and values of another layer (Gemma 4)"),
         )
         if is_needed

@@ -99,6 +99,7 @@ class GqaSpec:
     temperature: TemperatureSpec | None = None  # layers without rope (Llama 4)
     has_sinks: bool = False  # one learned logit per head joins the softmax
     has_output_gate: bool = False  # Qwen3-Next: sigmoid gate from q_proj's second half
+    has_value_norm: bool = False  # values are normed over each head, without a weight (Gemma 4)
     value_is_key: bool = False  # no value projection: the values are the keys before norm and rope (Gemma 4)
     kv_from: int | None = None  # layer whose keys and values are read instead of own ones (Gemma 4)
 
@@ -192,6 +193,8 @@ class GateSpec:
     num_groups: int = 1
     groups_per_token: int = 1
     group_score: Literal["max", "top2_sum"] = "max"
+    has_input_norm: bool = False  # it reads rows normed, then scaled by a vector / sqrt(D) (Gemma 4)
+    has_expert_scale: bool = False  # weights times a learned factor of each expert, after all else (Gemma 4)
     renormalise_epsilon: float = 0.0  # added to the sum before dividing (DeepSeek-V3: 1e-20)
 
 
@@ -221,6 +224,7 @@ class MoeSpec:
     has_bias: bool = False
     activation_limit: float | None = None  # swiglu_clamped: bound of gate and up
     activation_alpha: float = 1.702  # swiglu_clamped: slope inside the sigmoid
+    has_branch_norms: bool = False  # router, experts and shared each read the residual by norms of their own
     weight_on: Literal["output", "input"] = "output"  # "input": Llama 4 scales the row, not the result
 
 
@@ -230,6 +234,8 @@ class LayerSpec:
 
     mixer: Mixer | None
     ffn: DenseSpec | MoeSpec | None
+    has_out_norms: bool = False  # what a half adds to the residual is normed (Gemma)
+    has_scale: bool = False  # the residual after the layer times a learned number (Gemma 4)
     index_from: int | None = None  # layer whose sparse-attention index is reused (GLM-5.2)
 
     def caches(self, kv_format: Format) -> tuple[CacheSpec, ...]:

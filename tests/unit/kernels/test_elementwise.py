@@ -84,6 +84,14 @@ def test_the_clamped_gate_is_what_its_formula_says_in_every_place(limit: float |
         assert torch.equal(part, whole[rows])
 
 
+def test_a_soft_cap_is_what_its_formula_says_in_every_place() -> None:
+    x = noise((70, 33)) * 50
+    whole = elementwise.softcap(x, 30.0)
+    torch.testing.assert_close(whole, 30 * torch.tanh(x / 30))
+    for rows in (slice(0, 1), slice(3, 8), slice(69, 70), slice(5, 5)):
+        assert torch.equal(elementwise.softcap(x[rows], 30.0), whole[rows])
+
+
 @given(width=st.integers(1, 70), seed=st.integers(0, 3))
 def test_sums_and_softmax_of_a_row_follow_that_row_alone(width: int, seed: int) -> None:
     x = noise((40, width), seed=seed)

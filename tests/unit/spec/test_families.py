@@ -41,12 +41,21 @@ def test_known_families_are_read_exactly(name: str) -> None:
     spec = read(CONFIGS[name])
     assert spec.reader == "exact"
     assert spec.family == name.split()[0]
-    assert spec.is_runnable == (spec.family in RUNNABLE)
+    assert spec.is_runnable == (spec.family in RUNNABLE and name != "gemma4")
     assert hash(spec) == hash(read(CONFIGS[name]))
 
 
 def test_families_without_a_lack_are_the_runnable_ones() -> None:
-    assert {"llama", "mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4"} == RUNNABLE
+    assert {
+        "llama",
+        "mixtral",
+        "olmoe",
+        "qwen3_moe",
+        "deepseek_v3",
+        "gpt_oss",
+        "llama4",
+        "gemma4",
+    } == RUNNABLE
     for row in FAMILIES.values():
         assert row.lacks is None or row.lacks.strip()
 
@@ -254,7 +263,26 @@ def test_rope_nested_by_layer_type() -> None:
     assert sliding.rope.scaling is None
     assert full.rope.scaling is not None
     assert (full.rope.scaling.kind, full.rope.scaling.proportion) == ("proportional", 0.25)
-    assert any("proportional" in reason for reason in gemma.runnable_reasons)
+
+
+def test_what_gemma_lacks_is_named() -> None:
+    assert read(CONFIGS["gemma4 experts"]).is_runnable
+    embeddings, shared = read(CONFIGS["gemma4"]).runnable_reasons
+    assert "per-layer embeddings" in embeddings
+    assert "of another layer, in 5 layers" in shared
+    [no_decoder] = read(CONFIGS["gemma4 experts"], use_bidirectional_attention="all").runnable_reasons
+    assert "sees later tokens" in no_decoder
+
+
+def test_gemma_heads_by_layer_are_those_by_kind() -> None:
+    """transformers 5 writes `per_layer_config` for what was `global_head_dim`."""
+    old = CONFIGS["gemma4 experts"]
+    full = {"head_dim": 32, "num_key_value_heads": 1}
+    new = {k: v for k, v in old.items() if not k.startswith(("global_", "num_global_"))}
+    by_layer = {str(i): full for i, layer in enumerate(read(old).layers) if layer.mixer.window is None}  # type: ignore[union-attr]
+    assert read(new, per_layer_config=by_layer) == read(old)
+    with pytest.raises(ConfigError, match="made of head_dim and num_key_value_heads"):
+        read(new, per_layer_config={"0": {"sliding_window": 3}})
 
 
 def test_yarn_takes_what_it_is_not_told_from_the_config() -> None:

@@ -47,7 +47,7 @@ SIZES = (
 )  # fmt: skip
 RATES = ("rope_theta", "partial_rotary_factor", "routed_scaling_factor")
 """Checked wherever they stand, so that a damaged number is found even where its family does not use it."""
-RUN_ROPES = ("linear", "yarn", "llama3", "longrope")
+RUN_ROPES = ("linear", "yarn", "llama3", "longrope", "proportional")
 """Frequency scalings that the engine runs; dynamic ones follow the length of the sequence."""
 
 RUN_METHODS: Mapping[tuple[str, str], tuple[str, ...]] = {("gpt_oss", "mxfp4"): ("mxfp4",)}

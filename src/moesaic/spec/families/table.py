@@ -91,7 +91,7 @@ FAMILIES: Mapping[str, Family] = {
         "Mamba-2 mixers are not run yet",
         core=("hidden_size", "num_attention_heads", "vocab_size"),
     ),
-    "gemma4": Family(hybrid.read_gemma4, "gemma4", "Gemma 4's per-layer embeddings are not run yet"),
+    "gemma4": Family(hybrid.read_gemma4, "gemma4", None),
 }
 
 RUNNABLE: frozenset[str] = frozenset(row.family for row in FAMILIES.values() if row.lacks is None)
