@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import checkpoints_stacked
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 Config = dict[str, Any]
 Shape = tuple[int, ...]
-Layout = Literal["per_expert", "stacked"]
+Layout = Literal["per_expert", "stacked", "mxfp4"]
 
 VOCAB = 288  # 256 bytes, then the special tokens of `write_tokenizer`
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<user>", "<assistant>", "<system>")
@@ -147,17 +148,37 @@ def deepseek_v3_config(**changes: Any) -> Config:
     } | changes  # fmt: skip
 
 
+def gpt_oss_config(**changes: Any) -> Config:
+    """See `checkpoints_stacked.GPT_OSS`."""
+    return _COMMON | checkpoints_stacked.GPT_OSS | changes
+
+
+def llama4_config(**changes: Any) -> Config:
+    """See `checkpoints_stacked.LLAMA4`: the text model alone."""
+    return _COMMON | checkpoints_stacked.LLAMA4 | changes
+
+
+def gemma4_config(**changes: Any) -> Config:
+    """See `checkpoints_stacked.GEMMA4`: the text model alone."""
+    return _COMMON | checkpoints_stacked.GEMMA4 | changes
+
+
 CONFIGS: Mapping[str, Callable[..., Config]] = {
     "llama": llama_config,
     "qwen3_moe": qwen3_moe_config,
     "olmoe": olmoe_config,
     "mixtral": mixtral_config,
     "deepseek_v3": deepseek_v3_config,
+    "gpt_oss": gpt_oss_config,
+    "llama4": llama4_config,
+    "gemma4": gemma4_config,
 }
 
 
 def tensor_shapes(config: Config) -> dict[str, Shape]:
     """Every tensor of a checkpoint of `config`, experts one by one, by its Hugging Face name."""
+    if config["model_type"] in checkpoints_stacked.SHAPES:
+        return checkpoints_stacked.SHAPES[config["model_type"]](config)
     D = config["hidden_size"]
     shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (config["vocab_size"], D),
@@ -246,7 +267,8 @@ def random_tensors(config: Config, *, seed: int = 0) -> dict[str, Tensor]:
     for name, shape in tensor_shapes(config).items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
         noise = torch.randn(shape, generator=generator)
-        tensors[name] = _scaled(name, noise)
+        special = checkpoints_stacked.scaled(config, name, noise)
+        tensors[name] = _scaled(name, noise) if special is None else special
     if config["tie_word_embeddings"]:  # it is the head as well
         tensors["model.embed_tokens.weight"] *= 2.0 / math.sqrt(config["hidden_size"])
     return tensors
@@ -311,7 +333,10 @@ def write_checkpoint(
     values = dict(random_tensors(config, seed=seed) if tensors is None else tensors)
     if layout == "stacked":
         values = stack_experts(values)
-    write_tensors(folder, {name: value.to(dtype).contiguous() for name, value in values.items()}, num_files)
+    if layout == "mxfp4":
+        values = checkpoints_stacked.pack_mxfp4(values)
+    values = {k: v if v.dtype == torch.uint8 else v.to(dtype).contiguous() for k, v in values.items()}
+    write_tensors(folder, values, num_files)
     if has_tokenizer:
         write_tokenizer(folder)
     return folder

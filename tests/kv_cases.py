@@ -29,6 +29,7 @@ class Heads:
     key_width: int
     value_width: int | None = None
     window: int | None = None
+    is_chunked: bool = False
     has_sinks: bool = False
 
 
@@ -81,6 +82,7 @@ class Sequence:
             self.view(*parts),
             softmax_scale=self.scale,
             window=self.heads.window,
+            is_chunked=self.heads.is_chunked,
             sinks_H=self.sinks_H,
             value_width=self.heads.value_width,
         )
@@ -107,7 +109,8 @@ def plain_attention(case: Sequence, dtype: torch.dtype, start: int = 0) -> Tenso
     query = key[start:, None]
     visible = key <= query
     if heads.window is not None:
-        visible &= key > query - heads.window
+        start = query // heads.window * heads.window if heads.is_chunked else query - heads.window + 1
+        visible &= key >= start
     scores = scores.masked_fill(~visible, float("-inf"))
     if case.sinks_H is not None:
         sinks = case.sinks_H.to(dtype).view(-1, 1, 1).expand(-1, len(query), 1)

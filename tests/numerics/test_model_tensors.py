@@ -16,6 +16,7 @@ CHANGES = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "olmoe": {"attention_bias": True},
     "deepseek_v3": {"attention_bias": True},
+    "gemma4": {"rms_norm_eps": 0.3},  # the norm after the last layer cancels its scalar, but for epsilon
 }
 
 

@@ -55,6 +55,8 @@ def context_flops(layer: LayerSpec, context_len: int) -> int:
     mixer = layer.mixer
     if isinstance(mixer, GqaSpec):
         seen = context_len if mixer.window is None else min(context_len, mixer.window)
+        if mixer.window is not None and mixer.is_chunked:
+            seen = context_len and (context_len - 1) % mixer.window + 1
         return 2 * 2 * mixer.num_heads * mixer.head_dim * seen
     if isinstance(mixer, MlaSpec):
         seen, scored = context_len, 0
@@ -96,9 +98,17 @@ def _layer_prefill(layer: LayerSpec, cached: int, num_tokens: int) -> int:
     first, last = cached + 1, cached + num_tokens
     if num_tokens <= 0:
         return 0
+    if bend is not None and isinstance(mixer, GqaSpec) and mixer.is_chunked:
+        return context_flops(layer, 1) * (_seen_in_chunks(last, bend) - _seen_in_chunks(cached, bend))
     if bend is None or last <= bend or first > bend:
         return _trapezoid(layer, first, last)
     return _trapezoid(layer, first, bend) + _trapezoid(layer, bend + 1, last)
+
+
+def _seen_in_chunks(num_tokens: int, chunk: int) -> int:
+    """What the first positions see, added up: 1 + 2 + .. + chunk, again and again."""
+    whole, rest = divmod(num_tokens, chunk)
+    return (whole * chunk * (chunk + 1) + rest * (rest + 1)) // 2
 
 
 def _trapezoid(layer: LayerSpec, first: int, last: int) -> int:

@@ -71,13 +71,16 @@ def norm_params(spec: ModelSpec) -> int:
 @lru_cache(maxsize=4096)
 def layer_params(layer: LayerSpec, hidden: int, norm: int) -> Mapping[Component, int]:
     """Parameters of one layer by component; each half that is there has one norm before it."""
-    found: dict[Component, int] = {"norms": norm * ((layer.mixer is not None) + (layer.ffn is not None))}
+    num_halves = (layer.mixer is not None) + (layer.ffn is not None)
+    found: dict[Component, int] = {"norms": norm * num_halves * (2 if layer.has_out_norms else 1)}
+    found["norms"] += int(layer.has_scale)
     if layer.mixer is not None:
         found["attention"] = mixer_params(layer.mixer, hidden)
     if isinstance(layer.ffn, DenseSpec):
         found["dense_ffn"] = dense_params(layer.ffn, hidden)
     if isinstance(layer.ffn, MoeSpec):
         moe = layer.ffn
+        found["norms"] += 3 * norm if moe.has_branch_norms else 0
         found["routed_experts"] = moe.num_experts * expert_params(moe)
         found["router"] = router_params(moe, hidden)
         found["shared_experts"] = 0 if moe.shared is None else dense_params(moe.shared, hidden)
@@ -106,9 +109,10 @@ def expert_biases(moe: MoeSpec) -> int:
 
 
 def router_params(moe: MoeSpec, hidden: int) -> int:
-    """The gate's matrix and its biases."""
-    biases = int(moe.gate.has_selection_bias) + int(moe.gate.has_logit_bias)
-    return moe.num_experts * (hidden + biases)
+    """The gate's matrix, its biases and scales."""
+    gate = moe.gate
+    per_expert = hidden + gate.has_selection_bias + gate.has_logit_bias + gate.has_expert_scale
+    return moe.num_experts * per_expert + (hidden if gate.has_input_norm else 0)
 
 
 def dense_params(dense: DenseSpec, hidden: int) -> int:

@@ -102,8 +102,8 @@ def assemble(
 
 
 def _notes(model: LoadedModel, config: ResolvedConfig, *, has_prefix_cache: bool) -> list[str]:
-    """What was asked for, or could be expected, and is not active, each with the reason."""
-    notes = list(config.notes)
+    """What was asked for, or could be expected, and is not active, and what loading changed."""
+    notes = [*model.notes, *config.notes]
     if config.has_prefix_cache and not has_prefix_cache:
         notes.append(
             "prefix cache: off, because this model keeps a running state that cannot be cut at a block"

@@ -54,21 +54,28 @@ class LoopFfn(ExpertFfn):
 
     def _experts(self, x_TD: Tensor, sizes: list[int], weights: Sequence[ExpertWeights]) -> list[Tensor]:
         """The results of neighbouring experts, each over its own rows."""
-        ops, kind = self._ops, self._spec.activation
+        ops = self._ops
         inners = [
             ops.linear(x, of.inner_FD, of.inner_bias_F)
             for x, of in zip(x_TD.split(sizes), weights, strict=True)
         ]
         inner_TF = inners[0] if len(inners) == 1 else torch.cat(inners)
-        if self._spec.is_gated:
-            gate_TF, up_TF = inner_TF.chunk(2, dim=-1)
-            hidden_TF = ops.activation(gate_TF, up_TF, kind)
-        else:
-            hidden_TF = ops.activation(inner_TF, None, kind)
+        hidden_TF = self._hidden(inner_TF)
         return [
             ops.linear_inner(hidden, of.down_DF, of.down_bias_D)
             for hidden, of in zip(hidden_TF.split(sizes), weights, strict=True)
         ]
+
+    def _hidden(self, inner_TF: Tensor) -> Tensor:
+        """[T, F] of the first matmul's columns: gate and up, or up alone."""
+        spec, ops = self._spec, self._ops
+        if not spec.is_gated:
+            return ops.activation(inner_TF, None, spec.activation)
+        gate_TF, up_TF = inner_TF.chunk(2, dim=-1)
+        if spec.activation == "swiglu_clamped":
+            limit, slope = spec.activation_limit, spec.activation_alpha
+            return ops.swiglu_clamped(gate_TF, up_TF, limit=limit, slope=slope)
+        return ops.activation(gate_TF, up_TF, spec.activation)
 
 
 def _groups(slots: Sequence[int], starts: Sequence[int]) -> Iterator[list[int]]:

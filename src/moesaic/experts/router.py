@@ -5,6 +5,8 @@ Knows no ranks, slots or placement: its ids are logical ids.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -30,8 +32,11 @@ class Router:
         selection_bias_E: Tensor | None,
         logit_bias_E: Tensor | None,
         ops: Ops,
+        *,
+        input_norm: Callable[[Tensor], Tensor] | None = None,
+        expert_scale_E: Tensor | None = None,
     ) -> None:
-        """Weights and biases are kept in float32.
+        """Weights and biases are kept in float32; `input_norm` is applied to rows widened to it.
 
         Raises: ConfigError for a gate that cannot choose so many experts, with the arithmetic; for a weight
                 or bias of another shape, or one that the gate's spec does not announce.
@@ -44,6 +49,13 @@ class Router:
         self._selection_bias_E = _float32(
             "selection bias", selection_bias_E, spec.gate.has_selection_bias, expected
         )
+        if (input_norm is not None) != spec.gate.has_input_norm:
+            raise ConfigError(
+                f"router: the gate's spec has {'a' if spec.gate.has_input_norm else 'no'} norm of its input, "
+                f"and {'none' if input_norm is None else 'one'} was given"
+            )
+        self._input_norm = input_norm
+        self._expert_scale_E = _float32("expert scale", expert_scale_E, spec.gate.has_expert_scale, expected)
         self._logit_bias_E = _float32("logit bias", logit_bias_E, spec.gate.has_logit_bias, expected)
 
     def __call__(self, x_TD: Tensor) -> Routing:
@@ -52,6 +64,8 @@ class Router:
         Shapes:  x_TD [T, D] of the model's width, any float dtype.
         """
         assert self._weight_ED is not None, "checked at construction"
+        if self._input_norm is not None:
+            x_TD = self._input_norm(x_TD.float())
         logits_TE = self._ops.linear_float32(x_TD, self._weight_ED)
         if self._logit_bias_E is not None:
             logits_TE = logits_TE + self._logit_bias_E
@@ -74,6 +88,8 @@ class Router:
             weights_TK = weights_TK / (sum_last(weights_TK) + gate.renormalise_epsilon)
         if gate.scale != 1.0:
             weights_TK = weights_TK * gate.scale
+        if self._expert_scale_E is not None:
+            weights_TK = weights_TK * self._expert_scale_E[experts_TK]
         return Routing(experts_TK=experts_TK, weights_TK=weights_TK)
 
     def _score(self, logits_TE: Tensor) -> Tensor:

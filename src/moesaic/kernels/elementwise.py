@@ -18,7 +18,6 @@ from moesaic.spec.model import Activation
 
 VECTOR = 64  # numbers; covers two vectors of every instruction set, the unit of torch's vectorised loops
 GRAIN = 32_768  # numbers from which torch gives each thread a share; at::internal::GRAIN_SIZE
-SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # gpt-oss, arXiv:2508.10925, sec. 2
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -53,6 +52,11 @@ def sigmoid(x: Tensor) -> Tensor:
     return vectorised(torch.sigmoid, x)
 
 
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), float32."""
+    return vectorised(torch.tanh, x.float() / cap) * cap
+
+
 def sum_last(x: Tensor) -> Tensor:
     """The sum over the last dim, kept as size 1: halves are added until one number is left."""
     while x.shape[-1] > 1:
@@ -73,19 +77,21 @@ def softmax_last(logits: Tensor) -> Tensor:
     return weights / sum_last(weights)
 
 
-def _clamped(gate: Tensor, up: Tensor | None) -> Tensor:
-    assert up is not None, "swiglu_clamped needs gate and up"
-    gate = gate.clamp(max=SWIGLU_LIMIT)
-    up = up.clamp(min=-SWIGLU_LIMIT, max=SWIGLU_LIMIT)
-    return (up + 1.0) * (gate * sigmoid(gate * SWIGLU_ALPHA))
+def swiglu_clamped(gate: Tensor, up: Tensor, *, limit: float | None, slope: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(slope * gate) in float32, gate below and up within `limit`.
+
+    Source:  gpt-oss, arXiv:2508.10925, sec. 2; its reference code.
+    """
+    gate, up = gate.float(), up.float()
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1.0) * (gate * sigmoid(gate * slope))
 
 
 def activate(gate: Tensor, up: Tensor | None, kind: Activation) -> Tensor:
-    """act(gate) * up in float32, or act(gate) without `up`."""
+    """act(gate) * up in float32, or act(gate) without `up`; `swiglu_clamped` has a function of its own."""
     gate = gate.float()
     up = None if up is None else up.float()
-    if kind == "swiglu_clamped":
-        return _clamped(gate, up)
     if kind == "relu":
         acted = gate.relu()
     elif kind == "relu2":

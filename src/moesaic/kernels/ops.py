@@ -58,16 +58,24 @@ class Ops(Protocol):
         """act(gate) * up, or act(gate) where up is None, in the seam dtype."""
         ...
 
+    def swiglu_clamped(self, gate_TF: Tensor, up_TF: Tensor, *, limit: float | None, slope: float) -> Tensor:
+        """(up + 1) * gate * sigmoid(slope * gate), both clamped at `limit`, in the seam dtype."""
+        ...
+
     def sigmoid(self, x: Tensor) -> Tensor:
         """Logistic function in float32."""
+        ...
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) in float32."""
         ...
 
     def softmax_float32(self, logits_TE: Tensor) -> Tensor:
         """Softmax over the last dim in float32."""
         ...
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) over the last dim in float32, rounded to x's dtype, times weight."""
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) over the last dim in float32, rounded to x's dtype, times any weight."""
         ...
 
     def rope(self, x_THC: Tensor, cos_TC: Tensor, sin_TC: Tensor, is_interleaved: bool) -> Tensor:
@@ -85,12 +93,14 @@ class Ops(Protocol):
         *,
         softmax_scale: float,
         window: int | None = None,
+        is_chunked: bool = False,
         sinks_H: Tensor | None = None,
         value_width: int | None = None,
     ) -> Tensor:
         """Causal attention of the batch over the pool: [T, H, value width] in the seam dtype.
 
-        `window` counts visible positions, the query's own included. `value_width` is the number of leading
+        `window` counts visible positions, the query's own included; `is_chunked` starts it at a multiple of
+        itself instead of letting it trail. `value_width` is the number of leading
         key columns that are the value, where the view has no value pool.
         """
         ...

@@ -64,6 +64,7 @@ class PagedAttention:
         *,
         softmax_scale: float,
         window: int | None,
+        is_chunked: bool,
         sinks_H: Tensor | None,
         value_width: int | None,
     ) -> Tensor:
@@ -77,6 +78,7 @@ class PagedAttention:
             kv_block=self._kv_block,
             num_lanes=self._num_lanes,
             window=window,
+            is_chunked=is_chunked,
             tile_bytes=self._tile_bytes,
         )
         tiling = self.prove(geometry.key_width, geometry.value_width)
@@ -142,7 +144,7 @@ def _attend(
     scores = _scores(tile, geometry, pad_rows(q, tile.num_rows), key_pool)
     hidden = tile.key_J11L1S > tile.query_1B11R1
     if geometry.window is not None:
-        hidden |= tile.key_J11L1S <= tile.query_1B11R1 - geometry.window
+        hidden |= tile.key_J11L1S < geometry.oldest(tile.query_1B11R1)
     scores.masked_fill_(hidden, float("-inf"))
     peaks = scores.amax(dim=(0, 5)).clamp_min_(LOWEST).unsqueeze(-1)
     weights = exp(scores.sub_(peaks))

@@ -94,19 +94,28 @@ class ReferenceOps:
         """act(gate) * up, or act(gate) where up is None, in the seam dtype."""
         return elementwise.activate(gate_TF, up_TF, kind).to(self._seam)
 
+    def swiglu_clamped(self, gate_TF: Tensor, up_TF: Tensor, *, limit: float | None, slope: float) -> Tensor:
+        """(up + 1) * gate * sigmoid(slope * gate), both clamped at `limit`, in the seam dtype."""
+        return elementwise.swiglu_clamped(gate_TF, up_TF, limit=limit, slope=slope).to(self._seam)
+
     def sigmoid(self, x: Tensor) -> Tensor:
         """Logistic function in float32."""
         return elementwise.sigmoid(x)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) in float32."""
+        return elementwise.softcap(x, cap)
 
     def softmax_float32(self, logits_TE: Tensor) -> Tensor:
         """Softmax over the last dim in float32."""
         return elementwise.softmax_last(logits_TE)
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) over the last dim in float32, rounded to x's dtype, times weight."""
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) over the last dim in float32, rounded to x's dtype, times any weight."""
         wide = x_TD.float()
         mean = self._row_sum(wide * wide) / wide.shape[-1]
-        return (wide * (mean + eps).sqrt().reciprocal()).to(x_TD.dtype) * weight_D
+        normed_TD = (wide * (mean + eps).sqrt().reciprocal()).to(x_TD.dtype)
+        return normed_TD if weight_D is None else normed_TD * weight_D
 
     def rope(self, x_THC: Tensor, cos_TC: Tensor, sin_TC: Tensor, is_interleaved: bool) -> Tensor:
         """`x_THC` with its first 2 * C' columns rotated, for tables [T, C'] float32; x's dtype."""
@@ -137,6 +146,7 @@ class ReferenceOps:
         *,
         softmax_scale: float,
         window: int | None = None,
+        is_chunked: bool = False,
         sinks_H: Tensor | None = None,
         value_width: int | None = None,
     ) -> Tensor:
@@ -146,6 +156,7 @@ class ReferenceOps:
             view,
             softmax_scale=softmax_scale,
             window=window,
+            is_chunked=is_chunked,
             sinks_H=sinks_H,
             value_width=value_width,
         ).to(self._seam)

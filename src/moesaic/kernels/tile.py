@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from moesaic.kernels.invariance import Tiling
 from moesaic.kernels.kv_view import KvPlaces, KvRow
 
+Position = TypeVar("Position", int, Tensor)
 SCORE_TILES = 4  # guess
 
 
@@ -33,6 +35,7 @@ class Geometry:
     kv_block: int
     num_lanes: int
     window: int | None
+    is_chunked: bool  # the window starts at a multiple of itself, it does not trail
     tile_bytes: int
 
     @property
@@ -47,8 +50,18 @@ class Geometry:
 
     def span(self, first: int, count: int) -> tuple[int, int]:
         """The steps of the lanes [from, to) that hold what `count` positions from `first` on may see."""
-        oldest = 0 if self.window is None else max(0, first - self.window + 1)
+        oldest = 0 if self.window is None else max(0, self.oldest(first))
         return oldest // self.stride, (first + count - 1) // self.stride + 1
+
+    def most_steps(self, last: int) -> int:
+        """How many steps one position up to `last` may see; a chunk that is full, a window that trails."""
+        oldest = 0 if self.window is None else max(0, last - self.window + 1)
+        return last // self.stride + 1 - oldest // self.stride
+
+    def oldest(self, position: Position) -> Position:
+        """The first position of the window of `position`; below 0 where the sequence is shorter."""
+        assert self.window is not None, "without a window every position is visible"
+        return position // self.window * self.window if self.is_chunked else position - self.window + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -112,8 +125,8 @@ def _is_fitting(geometry: Geometry, tiling: Tiling, together: list[KvRow], row: 
 
 def _num_fitting(geometry: Geometry, tiling: Tiling, row: KvRow) -> int:
     """How many positions of a row a tile takes."""
-    first_step, end_step = geometry.span(row.start_idx + row.num_tokens - 1, 1)
-    score_bytes = (end_step - first_step) * geometry.stride * geometry.num_heads * 4
+    num_steps = geometry.most_steps(row.start_idx + row.num_tokens - 1)
+    score_bytes = num_steps * geometry.stride * geometry.num_heads * 4
     fitting = SCORE_TILES * geometry.tile_bytes // score_bytes
     return max(1, min(fitting, tiling.max_rows // geometry.heads_per_group))
 

@@ -14,6 +14,7 @@ from moesaic.kernels.ops import Ops
 from moesaic.layers.linear import WeightSet
 from moesaic.layers.norm import RmsNorm
 from moesaic.layers.rope import RopeTable
+from moesaic.layers.temperature import Temperature
 from moesaic.spec.model import GqaSpec, MlaSpec
 from moesaic.steps import Steps
 
@@ -56,6 +57,7 @@ class PagedAttend(Attend):
         num_heads: int,
         softmax_scale: float,
         window: int | None = None,
+        is_chunked: bool = False,
         sinks_H: Tensor | None = None,
         value_width: int | None = None,
     ) -> None:
@@ -63,6 +65,7 @@ class PagedAttend(Attend):
         self._ops = ops
         self._softmax_scale = softmax_scale
         self._window = window
+        self._is_chunked = is_chunked
         self._sinks_H = sinks_H
         self._value_width = value_width
 
@@ -81,6 +84,7 @@ class PagedAttend(Attend):
             num_heads=spec.num_heads,
             softmax_scale=spec.softmax_scale,
             window=spec.window,
+            is_chunked=spec.is_chunked,
             sinks_H=sinks_H,
         )
 
@@ -93,6 +97,7 @@ class PagedAttend(Attend):
             view,
             softmax_scale=self._softmax_scale,
             window=self._window,
+            is_chunked=self._is_chunked,
             sinks_H=self._sinks_H,
             value_width=self._value_width,
         )
@@ -101,7 +106,8 @@ class PagedAttend(Attend):
 class GqaAttention:
     """Projections, norms and rotation around an `Attend`.
 
-    Weights: q k v o, and as the spec says q_bias k_bias v_bias o_bias, q_norm k_norm, sinks.
+    Weights: q k v o, without v where keys are values, and as the spec says q_bias k_bias v_bias o_bias,
+             q_norm k_norm, sinks.
     Shapes:  q [H * C, D], k and v [G * C, D], o [D, H * C]; norms [C] per head, or [H * C] and [G * C].
     """
 
@@ -130,10 +136,16 @@ class GqaAttention:
         query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._q = owner.linear("q", (query, hidden), ops, has_bias=spec.has_qkv_bias)
         self._k = owner.linear("k", (key, hidden), ops, has_bias=spec.has_qkv_bias)
-        self._v = owner.linear("v", (key, hidden), ops, has_bias=spec.has_qkv_bias)
+        self._v = None
+        if not spec.value_is_key:
+            self._v = owner.linear("v", (key, hidden), ops, has_bias=spec.has_qkv_bias)
+        self._v_norm = RmsNorm(None, norm_eps, ops) if spec.has_value_norm else None
         self._o = owner.linear("o", (hidden, query), ops, has_bias=spec.has_out_bias, is_inner=True)
+        self._temperature = None if spec.temperature is None else Temperature(spec.temperature)
         self._q_norm = self._k_norm = None
-        if spec.qk_norm != "none":
+        if spec.qk_norm == "l2":
+            self._q_norm = self._k_norm = RmsNorm(None, norm_eps, ops)
+        elif spec.qk_norm != "none":
             q_width, k_width = (query, key) if spec.qk_norm == "full" else (spec.head_dim, spec.head_dim)
             self._q_norm = RmsNorm(owner.take("q_norm", q_width), norm_eps, ops)
             self._k_norm = RmsNorm(owner.take("k_norm", k_width), norm_eps, ops)
@@ -145,17 +157,27 @@ class GqaAttention:
         """[T, D] in the seam dtype; every row attends to its own sequence in the pool."""
         spec = self._spec
         q_THC = self._heads(self._q(x_TD), self._q_norm, spec.num_heads)
-        key_TGC = self._heads(self._k(x_TD), self._k_norm, spec.num_kv_heads)
-        value_TGC = self._heads(self._v(x_TD), None, spec.num_kv_heads)
+        key_TF = self._k(x_TD)
+        key_TGC = self._heads(key_TF, self._k_norm, spec.num_kv_heads)
+        value_TGC = self._heads(key_TF if self._v is None else self._v(x_TD), None, spec.num_kv_heads)
+        if self._v_norm is not None:
+            value_TGC = self._v_norm(value_TGC)
         if self._rope is not None:
             q_THC = self._rope.rotate(q_THC, positions_T, self._ops)
             key_TGC = self._rope.rotate(key_TGC, positions_T, self._ops)
+        if spec.qk_norm == "l2" and self._q_norm is not None and self._k_norm is not None:
+            q_THC, key_TGC = self._q_norm(q_THC), self._k_norm(key_TGC)
+        if self._temperature is not None:
+            q_THC = self._temperature.scale(q_THC, positions_T)
         new_kv = NewKv(key_TGC=key_TGC, value_TGC=value_TGC)
         out_THC = yield from self._attend(q_THC, new_kv, view)
         return self._o(out_THC.flatten(1))
 
     def _heads(self, x_TF: Tensor, norm: RmsNorm | None, num_heads: int) -> Tensor:
-        """A projection as heads [T, H, C], normed over all heads or each, then clipped."""
+        """A projection as heads [T, H, C], normed over all heads or each, then clipped.
+
+        Norms without a weight come after the rotation.
+        """
         if norm is not None and self._spec.qk_norm == "full":
             x_TF = norm(x_TF)
         x_THC = x_TF.view(len(x_TF), num_heads, self._spec.head_dim)
@@ -170,10 +192,7 @@ def _check(spec: GqaSpec) -> None:
         text
         for is_needed, text in (
             (spec.has_output_gate, "an output gate (Qwen3-Next)"),
-            (spec.is_chunked, "chunked windows (Llama 4)"),
-            (spec.value_is_key, "keys as values (Gemma 4)"),
             (spec.kv_from is not None, "keys and values of another layer (Gemma 4)"),
-            (spec.qk_norm == "l2", "query and key norms without a weight (Llama 4)"),
         )
         if is_needed
     ]

@@ -10,11 +10,11 @@ from moesaic.kernels.ops import Ops
 class RmsNorm:
     """Root-mean-square norm over the last dim.
 
-    Shapes:  weight_D [D].
+    Shapes:  weight_D [D]; None scales nothing.
     Source:  arXiv:1910.07467.
     """
 
-    def __init__(self, weight_D: Tensor, eps: float, ops: Ops) -> None:
+    def __init__(self, weight_D: Tensor | None, eps: float, ops: Ops) -> None:
         self.weight_D = weight_D
         self.eps = eps
         self._ops = ops

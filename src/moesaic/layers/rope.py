@@ -80,6 +80,9 @@ def frequencies(spec: RopeSpec, max_position: int) -> tuple[Tensor, float]:
         return _yarn(base, spec, scaling), _yarn_factor(scaling)
     if scaling.kind == "longrope":
         return _longrope(base, scaling, max_position)
+    if scaling.kind == "proportional":
+        turning = int(scaling.proportion * spec.dim // 2)  # the other pairs stand still
+        return torch.where(torch.arange(len(base)) < turning, base / scaling.factor, 0.0), 1.0
     raise UnsupportedModelError(
         f"rope scaling {scaling.kind!r} is not run"
         + (
@@ -87,7 +90,7 @@ def frequencies(spec: RopeSpec, max_position: int) -> tuple[Tensor, float]:
             if scaling.kind == "dynamic"
             else ""
         )
-        + "; known: linear, llama3, yarn, longrope"
+        + "; known: linear, llama3, yarn, longrope, proportional"
     )
 
 

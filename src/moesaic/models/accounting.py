@@ -13,6 +13,7 @@ from math import prod
 from typing import Literal
 
 from moesaic.errors import CheckpointError
+from moesaic.kernels import mxfp4
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.names import Keys, PerExpert, Stacked, Unused, WeightMap
 from moesaic.models.parameter import Half, Shape, layer_parameters
@@ -23,9 +24,12 @@ _SHOWN = 5  # names in one error message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filling:
-    """One tensor and the parameter it fills.
+    """One parameter and the tensor that fills it, or the two of a packed format.
 
-    In half "experts" `name` is gate, up, down or gate_up; with `expert_id` None the tensor holds all experts.
+    In half "experts" `name` is a part of an expert, or gate_up or gate_up_bias; `stacked` says how a tensor
+    holds all experts of a layer.
+
+    Shapes:  `shape` is the parameter's; the tensors' own are those of `tensors`.
     """
 
     key: str
@@ -34,10 +38,22 @@ class Filling:
     name: str
     layer_idx: int | None = None
     expert_id: int | None = None
+    stacked: Stacked | None = None
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        """The tensors of the checkpoint that hold it, with the shapes they must have."""
+        return {self.key: self.shape} if self.stacked is None else self.stacked.tensors(self.key, self.shape)
+
+    @property
+    def packed(self) -> Literal["mxfp4"] | None:
+        """The format in which its numbers are packed; None: a float each."""
+        is_matrix = self.stacked is not None and len(self.shape) == 3
+        return self.stacked.packed if self.stacked is not None and is_matrix else None
 
     @property
     def num_elements(self) -> int:
-        """Numbers in the tensor."""
+        """Numbers in the parameter."""
         return prod(self.shape)
 
 
@@ -71,14 +87,16 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Accoun
             few and how many), a tensor of another shape or dtype, and experts in a model without, or a model
             with experts in a checkpoint without.
     """
+    names = names.of(checkpoint.names)
     missing: list[str] = []
     fillings = [*_model_fillings(spec, names), *_layer_fillings(checkpoint, spec, names)]
-    known = {filling.key for filling in fillings}
+    known = {key for filling in fillings for key in filling.tensors}
     for filling in fillings:
-        if filling.key in checkpoint.tensors:
-            checkpoint.stored(filling.key, shape=filling.shape)
-        else:
-            missing.append(filling.key)
+        for key, shape in filling.tensors.items():
+            if key in checkpoint.tensors:
+                checkpoint.stored(key, shape=shape, is_packed=filling.packed is not None)
+            else:
+                missing.append(key)
     tied_head = names.head if spec.has_tied_head and names.head in checkpoint.tensors else None
     unused, unknown = [], []
     for key in sorted(checkpoint.names - known - {tied_head}):
@@ -124,15 +142,26 @@ def _spelling(checkpoint: Checkpoint, prefix: str, keys: Keys) -> str:
 def _expert_fillings(
     checkpoint: Checkpoint, prefix: str, moe: MoeSpec, names: WeightMap, layer_idx: int
 ) -> Iterator[Filling]:
-    F, D = moe.expert_width, moe.row_width
+    E, F, D = moe.num_experts, moe.expert_width, moe.row_width
     layout = _expert_layout(checkpoint, prefix, names, layer_idx)
     if isinstance(layout, Stacked):
-        E = moe.num_experts
-        for name, shape in {"gate_up": (E, 2 * F, D), "down": (E, D, F)}.items():
-            key = prefix + getattr(layout, name)
-            yield Filling(key=key, shape=shape, half="experts", name=name, layer_idx=layer_idx)
+        _check_blocks(checkpoint, layout, D, F)
+        shapes: dict[str, Shape] = {"gate_up": (E, 2 * F, D), "down": (E, D, F)}
+        if moe.has_bias:
+            shapes |= {"gate_up_bias": (E, 2 * F), "down_bias": (E, D)}
+        keys = {"gate_up": layout.gate_up, "down": layout.down}
+        keys |= {f"{name}_bias": f"{key}_bias" for name, key in keys.items()}
+        for name, shape in shapes.items():
+            yield Filling(
+                key=prefix + keys[name],
+                shape=shape,
+                half="experts",
+                name=name,
+                layer_idx=layer_idx,
+                stacked=layout,
+            )
         return
-    for expert_id in range(moe.num_experts):
+    for expert_id in range(E):
         for name, part_shape in {"gate": (F, D), "up": (F, D), "down": (D, F)}.items():
             yield Filling(
                 key=prefix + getattr(layout, name).format(expert=expert_id),
@@ -148,10 +177,7 @@ def _expert_layout(
     checkpoint: Checkpoint, prefix: str, names: WeightMap, layer_idx: int
 ) -> PerExpert | Stacked:
     """The layout of which this layer's first key is there."""
-    first_keys = [
-        prefix + (layout.gate_up if isinstance(layout, Stacked) else layout.gate.format(expert=0))
-        for layout in names.experts
-    ]
+    first_keys = [prefix + layout.first_key for layout in names.experts]
     for layout, key in zip(names.experts, first_keys, strict=True):
         if key in checkpoint.tensors:
             return layout
@@ -159,6 +185,20 @@ def _expert_layout(
         f"config.json gives layer {layer_idx} experts, but {checkpoint.path} has none there (neither "
         f"{' nor '.join(first_keys)}); the config and the weights are of different models"
     )
+
+
+def _check_blocks(checkpoint: Checkpoint, layout: Stacked, *widths: int) -> None:
+    """Packed rows are whole blocks.
+
+    Raises: CheckpointError for a width that no number of blocks makes.
+    """
+    for width in widths:
+        if layout.packed == "mxfp4" and width % mxfp4.BLOCK:
+            raise CheckpointError(
+                f"{checkpoint.path} stores experts as mxfp4, in blocks of {mxfp4.BLOCK} numbers, and "
+                f"config.json gives their matrices rows of {width}; the config and the weights are of "
+                "different models"
+            )
 
 
 def _reason_unused(

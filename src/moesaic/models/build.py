@@ -29,9 +29,12 @@ from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.decoder import Decoder, DecoderLayer, FfnHalf, Mixer, MixerHalf
 from moesaic.models.deepseek_v3 import DEEPSEEK_V3
 from moesaic.models.dense_block import DenseBlock
+from moesaic.models.gemma4 import GEMMA4
+from moesaic.models.gpt_oss import GPT_OSS
 from moesaic.models.llama import LLAMA
+from moesaic.models.llama4 import LLAMA4
 from moesaic.models.mixtral import MIXTRAL
-from moesaic.models.moe_block import Dense, MoeBlock
+from moesaic.models.moe_block import BranchNorms, Dense, MoeBlock
 from moesaic.models.names import WeightMap
 from moesaic.models.olmoe import OLMOE
 from moesaic.models.qwen3_moe import QWEN3_MOE
@@ -39,6 +42,7 @@ from moesaic.models.weights import (
     Progress,
     Weights,
     check_memory,
+    decoding_note,
     matmul_shapes,
     read_weights,
     router_shapes,
@@ -59,6 +63,9 @@ FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
         "olmoe": OLMOE,
         "mixtral": MIXTRAL,
         "deepseek_v3": DEEPSEEK_V3,
+        "gemma4": GEMMA4,
+        "gpt_oss": GPT_OSS,
+        "llama4": LLAMA4,
     }
 )
 """The families that run; `spec.families.RUNNABLE` says the same without torch."""
@@ -69,13 +76,11 @@ Source: DeepSeek-V3's reference code builds them with its default, and so does t
 
 _NEUTRAL: Mapping[str, object] = MappingProxyType(
     {
-        "embedding_scale": 1.0,
         "logit_scale": 1.0,
         "norm": "rms",
         "has_norm_bias": False,
         "has_head_bias": False,
         "residual_scale": 1.0,
-        "logit_softcap": None,
     }
 )
 """Fields of a spec that the decoder does not compute, at the values that make them do nothing."""
@@ -92,6 +97,7 @@ class LoadedModel:
     store: ResidentStore | None  # None: a dense model
     weight_bytes: int  # in memory, in the numerics' formats
     accounting: Accounting
+    notes: tuple[str, ...]  # what loading did that the folder does not show
     model_digest: str  # of the spec and of every byte that was read
     proof: InvarianceProof
 
@@ -161,6 +167,7 @@ def build(
         heads=[_head_widths(layer.mixer) for layer in spec.layers if layer.mixer is not None],
     )
     weights = read_weights(checkpoint, spec, numerics, accounting, progress)
+    decoding = decoding_note(checkpoint, accounting, numerics)
     return LoadedModel(
         spec=spec,
         numerics=numerics,
@@ -169,6 +176,7 @@ def build(
         store=weights.store,
         weight_bytes=weight_bytes_of(accounting, numerics),
         accounting=accounting,
+        notes=() if decoding is None else (decoding,),
         model_digest=digest([digest(spec), checkpoint.digest()]),
         proof=proof,
     )
@@ -212,6 +220,8 @@ def _decoder(spec: ModelSpec, weights: Weights, ops: Ops) -> Decoder:
         embedding_VD=embedding_VD,
         layers=[parts.layer(layer_idx, layer) for layer_idx, layer in enumerate(spec.layers)],
         norm=parts.norm(weights.model["norm"]),
+        embedding_scale=spec.embedding_scale,
+        logit_softcap=spec.logit_softcap,
         head_VD=embedding_VD if spec.has_tied_head else weights.model["head"],
         ops=ops,
     )
@@ -233,11 +243,18 @@ class _Parts:
         weights, mixer, ffn = self.weights.layers[layer_idx], None, None
         if layer.mixer is not None:
             mixer = MixerHalf(
-                norm=self.norm(weights["norm"]["mixer"]), mixer=self.mixer(layer_idx, layer.mixer)
+                norm=self.norm(weights["norm"]["mixer"]),
+                mixer=self.mixer(layer_idx, layer.mixer),
+                out_norm=self.norm(weights["norm"]["mixer_out"]) if layer.has_out_norms else None,
             )
         if layer.ffn is not None:
-            ffn = FfnHalf(norm=self.norm(weights["norm"]["ffn"]), ffn=self.ffn(layer_idx, layer.ffn))
-        return DecoderLayer(mixer=mixer, ffn=ffn)
+            has_own_norms = isinstance(layer.ffn, MoeSpec) and layer.ffn.has_branch_norms
+            ffn = FfnHalf(
+                norm=None if has_own_norms else self.norm(weights["norm"]["ffn"]),
+                ffn=self.ffn(layer_idx, layer.ffn),
+                out_norm=self.norm(weights["norm"]["ffn_out"]) if layer.has_out_norms else None,
+            )
+        return DecoderLayer(mixer=mixer, ffn=ffn, scale=weights["norm"].get("scale"))
 
     def norm(self, weight_D: Tensor) -> RmsNorm:
         """A norm with the model's epsilon."""
@@ -272,13 +289,36 @@ class _Parts:
             return DenseBlock(ffn, weights["dense"], self.ops)
         store = self.weights.store
         assert store is not None, "a model with sparse layers has a store"
-        router = weights["router"]
         self.num_moe += 1
         return MoeBlock(
             moe_idx=self.num_moe - 1,
-            router=Router(
-                ffn, router["weight"], router.get("selection_bias"), router.get("logit_bias"), self.ops
-            ),
+            router=self.router(ffn, weights["router"]),
             routed=Staged(tokens=self.dispatcher, experts=self.dispatcher, ffn=LoopFfn(ffn, store, self.ops)),
             shared=None if ffn.shared is None else DenseBlock(ffn.shared, weights["shared"], self.ops),
+            norms=self.branch_norms(weights["norm"]) if ffn.has_branch_norms else BranchNorms(),
+        )
+
+    def branch_norms(self, weights: Mapping[str, Tensor]) -> BranchNorms:
+        """The norms around the experts and around the network beside them."""
+        return BranchNorms(
+            routed_in=self.norm(weights["routed_in"]),
+            routed_out=self.norm(weights["routed_out"]),
+            shared_in=self.norm(weights["ffn"]),
+            shared_out=self.norm(weights["shared_out"]),
+        )
+
+    def router(self, ffn: MoeSpec, weights: Mapping[str, Tensor]) -> Router:
+        """The gate of a layer, in float32."""
+        input_norm = None
+        if ffn.gate.has_input_norm:
+            scale_D = weights["input_scale"]
+            input_norm = self.norm(scale_D * scale_D.numel() ** -0.5)
+        return Router(
+            ffn,
+            weights["weight"],
+            weights.get("selection_bias"),
+            weights.get("logit_bias"),
+            self.ops,
+            input_norm=input_norm,
+            expert_scale_E=weights.get("expert_scale"),
         )

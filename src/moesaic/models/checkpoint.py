@@ -72,15 +72,22 @@ class Checkpoint:
         """Bytes of all tensors as stored."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
-    def stored(self, name: str, *, shape: tuple[int, ...] | None = None) -> StoredTensor:
-        """Where `name` lies, checked to be a float tensor of `shape`.
+    def stored(
+        self, name: str, *, shape: tuple[int, ...] | None = None, is_packed: bool = False
+    ) -> StoredTensor:
+        """Where `name` lies, checked to have `shape` and to be floats, or bytes that numbers are packed in.
 
         Raises: CheckpointError for an unknown key, another dtype or another shape.
         """
         tensor = self.tensors.get(name)
         if tensor is None:
             raise CheckpointError(f"{self.path} has no tensor {name}; {nearest(name, self.tensors)}")
-        if tensor.dtype not in FLOAT_DTYPES:
+        if is_packed and tensor.dtype != "U8":
+            raise CheckpointError(
+                f"{name} in {tensor.file} has dtype {tensor.dtype} where bytes of packed numbers (U8) are "
+                "due; the file was rewritten, so copy or download it again"
+            )
+        if not is_packed and tensor.dtype not in FLOAT_DTYPES:
             raise CheckpointError(
                 f"{name} in {tensor.file} has dtype {tensor.dtype} where a float weight is due; this build "
                 f"reads {', '.join(FLOAT_DTYPES)}, so use an unquantised checkpoint"
@@ -100,12 +107,14 @@ class Checkpoint:
         tensor = self.stored(name, shape=shape)
         return self._read_bytes(tensor, tensor.shape, offset=0, num_bytes=tensor.num_bytes)
 
-    def read_item(self, name: str, idx: int, *, shape: tuple[int, ...] | None = None) -> Tensor:
+    def read_item(
+        self, name: str, idx: int, *, shape: tuple[int, ...] | None = None, is_packed: bool = False
+    ) -> Tensor:
         """Item `idx` along the first dim; read them in ascending order, or the tensor is not hashed whole.
 
         Raises: CheckpointError as `read` does.
         """
-        tensor = self.stored(name, shape=shape)
+        tensor = self.stored(name, shape=shape, is_packed=is_packed)
         num_bytes = tensor.num_bytes // tensor.shape[0]
         return self._read_bytes(tensor, tensor.shape[1:], offset=idx * num_bytes, num_bytes=num_bytes)
 
@@ -121,7 +130,7 @@ class Checkpoint:
     def _read_bytes(
         self, tensor: StoredTensor, shape: tuple[int, ...], *, offset: int, num_bytes: int
     ) -> Tensor:
-        out = torch.empty(shape, dtype=FLOAT_DTYPES[tensor.dtype])
+        out = torch.empty(shape, dtype=FLOAT_DTYPES.get(tensor.dtype, torch.uint8))
         flat: Any = out.view(-1).view(torch.uint8).numpy()  # shares out's memory
         view = memoryview(flat)
         try:
@@ -140,7 +149,8 @@ class Checkpoint:
                 "was cut short, so copy or download it again"
             )
         self._hash(tensor.name, view, offset)
-        _check_finite(tensor, out, first=offset // out.element_size())
+        if out.is_floating_point():
+            check_finite(tensor, out, first=offset // out.element_size())
         return out
 
     def _hash(self, name: str, data: memoryview, offset: int) -> None:
@@ -151,8 +161,13 @@ class Checkpoint:
         self._num_hashed[name] = offset + len(data)
 
 
-def _check_finite(tensor: StoredTensor, values: Tensor, *, first: int) -> None:
-    """One pass without temporaries: the extremes of a tensor are finite exactly when all of it is."""
+def check_finite(tensor: StoredTensor, values: Tensor, *, first: int) -> None:
+    """One pass without temporaries: the extremes of a tensor are finite exactly when all of it is.
+
+    `values` are those from element `first` on.
+
+    Raises: CheckpointError counting those that are not, with the place of the first.
+    """
     if values.numel() == 0:
         return
     low, high = torch.aminmax(values)

@@ -27,36 +27,43 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MixerHalf:
-    """x + mixer(norm(x))."""
+    """x + out_norm(mixer(norm(x)))."""
 
     norm: RmsNorm
     mixer: Mixer
+    out_norm: RmsNorm | None = None
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView) -> Steps[Tensor]:
         """The residual stream after it, in the seam dtype."""
-        return x_TD + (yield from self.mixer.forward(self.norm(x_TD), positions_T, view))
+        y_TD = yield from self.mixer.forward(self.norm(x_TD), positions_T, view)
+        return x_TD + (y_TD if self.out_norm is None else self.out_norm(y_TD))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FfnHalf:
-    """x + ffn(norm(x))."""
+    """x + out_norm(ffn(norm(x))); without `norm` the sparse half has norms of its own."""
 
-    norm: RmsNorm
+    norm: RmsNorm | None
     ffn: Dense | MoeBlock
+    out_norm: RmsNorm | None = None
 
     def forward(self, x_TD: Tensor, tag: Tag, observe: Observe | None) -> Steps[Tensor]:
         """The residual stream after it, in the seam dtype."""
+        y_TD = x_TD if self.norm is None else self.norm(x_TD)
         if isinstance(self.ffn, MoeBlock):
-            return x_TD + (yield from self.ffn.forward(self.norm(x_TD), tag, observe))
-        return x_TD + self.ffn(self.norm(x_TD))
+            y_TD = yield from self.ffn.forward(y_TD, tag, observe)
+        else:
+            y_TD = self.ffn(y_TD)
+        return x_TD + (y_TD if self.out_norm is None else self.out_norm(y_TD))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DecoderLayer:
-    """One layer; a half that is None is left out."""
+    """One layer; a half that is None is left out, and `scale` [1] multiplies what comes out."""
 
     mixer: MixerHalf | None
     ffn: FfnHalf | None
+    scale: Tensor | None = None
 
 
 class Decoder:
@@ -69,12 +76,16 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         norm: RmsNorm,
         head_VD: Tensor,
+        embedding_scale: float = 1.0,
+        logit_softcap: float | None = None,
         ops: Ops,
     ) -> None:
         self.embedding_VD = embedding_VD
         self.layers = tuple(layers)
         self.norm = norm
         self.head_VD = head_VD
+        self.embedding_scale = embedding_scale
+        self.logit_softcap = logit_softcap
         self.ops = ops
 
     def forward(
@@ -84,15 +95,23 @@ class Decoder:
 
         Shapes:  tokens_T [T] int64; returns hidden_TD [T, D] in the seam dtype.
         """
-        x_TD = self.embedding_VD[tokens_T]
+        x_TD = _scaled(self.embedding_VD[tokens_T], self.embedding_scale)
         for layer_idx, layer in enumerate(self.layers):
             if layer.mixer is not None:
                 view = pool.view(layer_idx, batch)
                 x_TD = yield from layer.mixer.forward(x_TD, batch.positions_T, view)
             if layer.ffn is not None:
                 x_TD = yield from layer.ffn.forward(x_TD, replace(tag, layer_idx=layer_idx), observe)
+            if layer.scale is not None:
+                x_TD = x_TD * layer.scale
         return self.norm(x_TD)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """logits_BV [B, V] float32 of the rows that are to be sampled."""
-        return self.ops.logits(hidden_BD, self.head_VD)
+        logits_BV = self.ops.logits(hidden_BD, self.head_VD)
+        return logits_BV if self.logit_softcap is None else self.ops.softcap(logits_BV, self.logit_softcap)
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    """x * scale, rounded once to x's dtype; x itself where the scale is 1."""
+    return x if scale == 1.0 else x * scale

@@ -7,12 +7,16 @@ here asks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from moesaic.experts.contract import RoutedExperts, Routing, Tag
 from moesaic.steps import Steps
+
+Norm = Callable[[Tensor], Tensor]
+"""Of rows [T, D], the same shape and dtype."""
 
 Observe = Callable[[int, Routing], None]
 """Told the MoE layer's number (counted over the MoE layers, from 0) and what its router chose."""
@@ -26,6 +30,20 @@ class Dense(Protocol):
         ...
 
 
+def _same(x_TD: Tensor) -> Tensor:
+    return x_TD
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BranchNorms:
+    """Norms before and after each branch of a sparse half; most models have none."""
+
+    routed_in: Norm = _same
+    routed_out: Norm = _same
+    shared_in: Norm = _same
+    shared_out: Norm = _same
+
+
 class MoeBlock:
     """y = routed(x) + shared(x), rounded once; the shared expert runs while the rows are away."""
 
@@ -36,11 +54,13 @@ class MoeBlock:
         router: Callable[[Tensor], Routing],
         routed: RoutedExperts,
         shared: Dense | None,
+        norms: BranchNorms = BranchNorms(),
     ) -> None:
         self.moe_idx = moe_idx
         self.router = router
         self.routed = routed
         self.shared = shared
+        self.norms = norms
 
     def forward(self, x_TD: Tensor, tag: Tag, observe: Observe | None = None) -> Steps[Tensor]:
         """y_TD [T, D] in the seam dtype.
@@ -50,9 +70,10 @@ class MoeBlock:
         routing = self.router(x_TD)
         if observe is not None:
             observe(self.moe_idx, routing)
-        steps = self.routed.forward(x_TD, routing, tag, None)
+        norms, shared = self.norms, self.shared
+        steps = self.routed.forward(norms.routed_in(x_TD), routing, tag, None)
         wait = next(steps)  # the rows are sent
-        shared_TD = None if self.shared is None else self.shared(x_TD)
+        shared_TD = None if shared is None else norms.shared_out(shared(norms.shared_in(x_TD)))
         yield wait
-        routed_TD = yield from steps
+        routed_TD = norms.routed_out((yield from steps))
         return routed_TD if shared_TD is None else routed_TD + shared_TD

@@ -6,11 +6,13 @@ stand in a tuple, and the first that is there counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
-from moesaic.models.parameter import Half
+from moesaic.kernels import mxfp4
+from moesaic.models.parameter import Half, Shape
 
 Keys = str | tuple[str, ...]
 
@@ -23,13 +25,43 @@ class PerExpert:
     up: str
     down: str
 
+    @property
+    def first_key(self) -> str:
+        """A key that is there exactly when a layer's experts are stored so."""
+        return self.gate.format(expert=0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stacked:
-    """A layer's experts in two tensors: gate_up [E, 2F, D], gate rows before up rows, and down [E, D, F]."""
+    """A layer's experts in two tensors: gate_up [E, 2F, D], gate rows before up rows, and down [E, D, F].
+
+    Biases, where experts have them, lie under the same keys with `_bias` behind: [E, 2F] and [E, D]. A packed
+    format has two tensors of bytes instead of each matrix: `_blocks` and `_scales`.
+    """
 
     gate_up: str
     down: str
+    is_transposed: bool = False  # matrices as x @ W takes them: [E, D, 2F] and [E, F, D]
+    is_interleaved: bool = False  # gate and up in turn: gate 0, up 0, gate 1, up 1, ...
+    packed: Literal["mxfp4"] | None = None
+
+    @property
+    def first_key(self) -> str:
+        """A key that is there exactly when a layer's experts are stored so."""
+        return self.gate_up if self.packed is None else f"{self.gate_up}_blocks"
+
+    def tensors(self, key: str, shape: Shape) -> dict[str, Shape]:
+        """The tensors that hold the parameter `key` of our shape [E, rows, width] or [E, rows]."""
+        if len(shape) == 2:
+            return {key: shape}
+        E, rows, width = shape
+        if self.packed == "mxfp4":
+            num_blocks = width // mxfp4.BLOCK
+            return {
+                f"{key}_blocks": (E, rows, num_blocks, mxfp4.BLOCK_BYTES),
+                f"{key}_scales": (E, rows, num_blocks),
+            }
+        return {key: (E, width, rows) if self.is_transposed else shape}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +89,14 @@ class WeightMap:
     norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     layer_prefix: str = "model.layers.{layer}."
+    wrapped: WeightMap | None = None  # the same weights inside a model that also sees or hears
+
+    def of(self, keys: Iterable[str]) -> WeightMap:
+        """The map whose layers the keys are below: this one, or the wrapped one."""
+        if self.wrapped is None:
+            return self
+        start = self.wrapped.layer_prefix.split("{", 1)[0]
+        return self.wrapped if any(key.startswith(start) for key in keys) else self
 
 
 def with_biases(names: Mapping[str, str]) -> Mapping[str, Keys]:

@@ -22,9 +22,15 @@ def layer_parameters(layer: LayerSpec, hidden: int) -> dict[Half, dict[str, Shap
         found["mixer"] = mixer_parameters(layer.mixer, hidden)
     if layer.ffn is not None:
         found["norm"]["ffn"] = (hidden,)
+    if layer.has_out_norms:
+        found["norm"] |= {f"{name}_out": shape for name, shape in found["norm"].items()}
+    if layer.has_scale:
+        found["norm"]["scale"] = (1,)
     if isinstance(layer.ffn, DenseSpec):
         found["dense"] = dense_parameters(layer.ffn, hidden)
     if isinstance(layer.ffn, MoeSpec):
+        if layer.ffn.has_branch_norms:
+            found["norm"] |= dict.fromkeys(("routed_in", "routed_out", "shared_out"), (hidden,))
         found["router"] = router_parameters(layer.ffn, hidden)
         if layer.ffn.shared is not None:
             found["shared"] = dense_parameters(layer.ffn.shared, hidden)
@@ -61,6 +67,8 @@ def _gqa_parameters(spec: GqaSpec, hidden: int) -> dict[str, Shape]:
         found |= {"q_norm": (query,), "k_norm": (key,)}
     if spec.has_sinks:
         found["sinks"] = (spec.num_heads,)
+    if spec.value_is_key:
+        found = {name: shape for name, shape in found.items() if name not in ("v", "v_bias")}
     return found
 
 
@@ -103,4 +111,8 @@ def router_parameters(spec: MoeSpec, hidden: int) -> dict[str, Shape]:
         found["selection_bias"] = (spec.num_experts,)
     if spec.gate.has_logit_bias:
         found["logit_bias"] = (spec.num_experts,)
+    if spec.gate.has_input_norm:
+        found["input_scale"] = (hidden,)
+    if spec.gate.has_expert_scale:
+        found["expert_scale"] = (spec.num_experts,)
     return found

@@ -12,9 +12,10 @@ from torch import Tensor
 from moesaic.errors import CheckpointError, HostMemoryShort
 from moesaic.experts.blob import Part
 from moesaic.experts.store import ExpertLoader, ResidentStore
+from moesaic.kernels import mxfp4
 from moesaic.kernels.formats import torch_dtype
 from moesaic.models.accounting import Accounting, Filling
-from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.checkpoint import Checkpoint, check_finite
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import DTYPE_BYTES, DType, Numerics
 from moesaic.units import format_bytes
@@ -31,9 +32,7 @@ def check_memory(
     Raises: HostMemoryShort with what is needed and what there is.
     """
     weight_bytes = weight_bytes_of(accounting, numerics)
-    read_bytes = max(
-        checkpoint.tensors[filling.key].num_bytes // _num_items(filling) for filling in accounting.fillings
-    )
+    read_bytes = max(_read_bytes(checkpoint, filling) for filling in accounting.fillings)
     need = weight_bytes + read_bytes
     if available_bytes is not None and need > available_bytes:
         raise HostMemoryShort(
@@ -44,15 +43,37 @@ def check_memory(
         )
 
 
-def _num_items(filling: Filling) -> int:
-    """In how many parts a tensor is read: stacked experts one by one, all else whole."""
-    return filling.shape[0] if filling.half == "experts" and filling.expert_id is None else 1
+def _stored_bytes(checkpoint: Checkpoint, filling: Filling) -> int:
+    return sum(checkpoint.tensors[key].num_bytes for key in filling.tensors)
+
+
+def _read_bytes(checkpoint: Checkpoint, filling: Filling) -> int:
+    """What is held while a parameter is read: all of it; of stacked experts one, and its decoded form."""
+    num_bytes = _stored_bytes(checkpoint, filling)
+    if filling.stacked is None:
+        return num_bytes
+    decoded = 0 if filling.packed is None else mxfp4.DECODE_BYTES * filling.num_elements
+    return (num_bytes + decoded) // filling.shape[0]
 
 
 def weight_bytes_of(accounting: Accounting, numerics: Numerics) -> int:
     """Bytes of the weights in memory."""
     return sum(
         filling.num_elements * DTYPE_BYTES[_kept(filling, numerics)] for filling in accounting.fillings
+    )
+
+
+def decoding_note(checkpoint: Checkpoint, accounting: Accounting, numerics: Numerics) -> str | None:
+    """What packed weights become in memory; None where there are none."""
+    packed = [filling for filling in accounting.fillings if filling.packed is not None]
+    if not packed:
+        return None
+    stored = sum(_stored_bytes(checkpoint, filling) for filling in packed)
+    kept = sum(filling.num_elements * DTYPE_BYTES[_kept(filling, numerics)] for filling in packed)
+    formats = ", ".join(sorted({str(filling.packed) for filling in packed}))
+    return (
+        f"expert weights: {format_bytes(stored)} of {formats} in the checkpoint are decoded, exactly, to "
+        f"{format_bytes(kept)} of {numerics.seam_dtype} in memory"
     )
 
 
@@ -66,7 +87,8 @@ def matmul_shapes(accounting: Accounting) -> tuple[tuple[int, int], ...]:
     """The shapes [F, D] that a matmul in the seam dtype will see; gate and up of an expert are one matmul."""
     found: dict[tuple[int, int], None] = {}
     for filling in accounting.fillings:
-        if filling.name in ("embedding", "kv_b") or filling.half == "router" or len(filling.shape) < 2:
+        is_vector = len(filling.shape) < 2 or filling.name.endswith("_bias")
+        if filling.name in ("embedding", "kv_b") or filling.half == "router" or is_vector:
             continue
         rows, width = filling.shape[-2:]
         is_half = filling.half == "experts" and filling.name in ("gate", "up")
@@ -101,7 +123,7 @@ def read_weights(
     model: dict[str, Tensor] = {}
     layers: tuple[dict[str, dict[str, Tensor]], ...] = tuple({} for _ in spec.layers)
     experts = ExpertLoader(spec.moe_layers, numerics.formats) if spec.moe_layers else None
-    num_read, total = 0, sum(checkpoint.tensors[filling.key].num_bytes for filling in accounting.fillings)
+    num_read, total = 0, sum(_stored_bytes(checkpoint, filling) for filling in accounting.fillings)
     for filling in accounting.fillings:
         if filling.half == "experts":
             assert experts is not None, "experts are accounted for in sparse layers only"
@@ -112,7 +134,7 @@ def read_weights(
             i = filling.layer_idx
             place = model if i is None else layers[i].setdefault(filling.half, {})
             place[filling.name] = tensor
-        num_read += checkpoint.tensors[filling.key].num_bytes
+        num_read += _stored_bytes(checkpoint, filling)
         if progress is not None:
             progress(num_read, total)
     if accounting.tied_head is not None:
@@ -127,14 +149,32 @@ def _read_experts(checkpoint: Checkpoint, filling: Filling, experts: ExpertLoade
         tensor = checkpoint.read(filling.key, shape=filling.shape)
         experts.put(layer_idx, filling.expert_id, cast(Part, filling.name), tensor)
         return
+    assert filling.stacked is not None, "a tensor that is not of one expert holds all of a layer"
     for expert_id in range(filling.shape[0]):
-        tensor = checkpoint.read_item(filling.key, expert_id, shape=filling.shape)
-        if filling.name == "gate_up":
-            gate_FD, up_FD = tensor.chunk(2)
-            experts.put(layer_idx, expert_id, "gate", gate_FD)
-            experts.put(layer_idx, expert_id, "up", up_FD)
-        else:
-            experts.put(layer_idx, expert_id, "down", tensor)
+        tensor = _read_stacked(checkpoint, filling, expert_id)
+        if not filling.name.startswith("gate_up"):
+            experts.put(layer_idx, expert_id, cast(Part, filling.name), tensor)
+            continue
+        halves = (tensor[0::2], tensor[1::2]) if filling.stacked.is_interleaved else tensor.chunk(2)
+        for part, half in zip(("gate", "up"), halves, strict=True):
+            name = filling.name.replace("gate_up", part)
+            experts.put(layer_idx, expert_id, cast(Part, name), half)
+
+
+def _read_stacked(checkpoint: Checkpoint, filling: Filling, expert_id: int) -> Tensor:
+    """One expert's rows as we hold them, [rows, width] or [rows]."""
+    is_packed, stacked = filling.packed is not None, filling.stacked
+    parts = [
+        checkpoint.read_item(key, expert_id, shape=shape, is_packed=is_packed)
+        for key, shape in filling.tensors.items()
+    ]
+    if is_packed:
+        decoded = mxfp4.decode(*parts)
+        blocks = checkpoint.tensors[next(iter(filling.tensors))]
+        check_finite(blocks, decoded, first=expert_id * decoded.numel())
+        return decoded
+    is_turned = stacked is not None and stacked.is_transposed and parts[0].dim() == 2
+    return parts[0].t() if is_turned else parts[0]
 
 
 def _check_tied(checkpoint: Checkpoint, key: str, embedding_VD: Tensor) -> None:

@@ -52,6 +52,17 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TemperatureSpec:
+    """Queries times 1 + scale * log(1 + floor((position + 1) / interval)).
+
+    Source: Llama 4's reference code, after arXiv:2501.19399.
+    """
+
+    scale: float
+    interval: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class IndexSpec:
     """Sparse-attention index (DeepSeek-V3.2, GLM-5): heads that score which tokens a query may see."""
 
@@ -81,17 +92,22 @@ class GqaSpec:
     softmax_scale: float
     has_qkv_bias: bool = False
     has_out_bias: bool = False
-    qk_norm: Literal["none", "head", "full", "l2"] = "none"  # full: over all heads; l2: no weight
+    qk_norm: Literal["none", "head", "full", "l2"] = "none"  # full: over all heads; l2: no weight, after rope
     qkv_clip: float | None = None
     window: int | None = None  # positions visible, the query's own included
     is_chunked: bool = False  # the window starts at a multiple of itself (Llama 4), it does not trail
+    temperature: TemperatureSpec | None = None  # layers without rope (Llama 4)
     has_sinks: bool = False  # one learned logit per head joins the softmax
     has_output_gate: bool = False  # Qwen3-Next: sigmoid gate from q_proj's second half
+    has_value_norm: bool = False  # values are normed over each head, without a weight (Gemma 4)
     value_is_key: bool = False  # no value projection: the values are the keys before norm and rope (Gemma 4)
     kv_from: int | None = None  # layer whose keys and values are read instead of own ones (Gemma 4)
 
     def caches(self, kv_format: Format) -> tuple[CacheSpec, ...]:
-        """K and V of every token, or of the window; nothing where another layer's are read."""
+        """K and V of every token, or of the window; nothing where another layer's are read.
+
+        A chunk lies inside the window that trails, so both keep the same tokens.
+        """
         if self.kv_from is not None:
             return ()
         size = 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[kv_format]
@@ -177,6 +193,8 @@ class GateSpec:
     num_groups: int = 1
     groups_per_token: int = 1
     group_score: Literal["max", "top2_sum"] = "max"
+    has_input_norm: bool = False  # it reads rows normed, then scaled by a vector / sqrt(D) (Gemma 4)
+    has_expert_scale: bool = False  # weights times a learned factor of each expert, after all else (Gemma 4)
     renormalise_epsilon: float = 0.0  # added to the sum before dividing (DeepSeek-V3: 1e-20)
 
 
@@ -206,6 +224,7 @@ class MoeSpec:
     has_bias: bool = False
     activation_limit: float | None = None  # swiglu_clamped: bound of gate and up
     activation_alpha: float = 1.702  # swiglu_clamped: slope inside the sigmoid
+    has_branch_norms: bool = False  # router, experts and shared each read the residual by norms of their own
     weight_on: Literal["output", "input"] = "output"  # "input": Llama 4 scales the row, not the result
 
 
@@ -215,6 +234,8 @@ class LayerSpec:
 
     mixer: Mixer | None
     ffn: DenseSpec | MoeSpec | None
+    has_out_norms: bool = False  # what a half adds to the residual is normed (Gemma)
+    has_scale: bool = False  # the residual after the layer times a learned number (Gemma 4)
     index_from: int | None = None  # layer whose sparse-attention index is reused (GLM-5.2)
 
     def caches(self, kv_format: Format) -> tuple[CacheSpec, ...]:

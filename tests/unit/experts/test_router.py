@@ -14,6 +14,7 @@ from moesaic.errors import ConfigError
 from moesaic.experts.contract import Routing
 from moesaic.experts.router import Router
 from moesaic.kernels.ops import choose
+from moesaic.layers.norm import RmsNorm
 from moesaic.spec.model import GateSpec, MoeSpec
 from moesaic.spec.numerics import preset
 
@@ -58,6 +59,8 @@ def random_tensors(seed: int = 0) -> dict[str, Tensor]:
         "weight_ED": torch.randn(NUM_EXPERTS, WIDTH, generator=rng) / 4,
         "selection_bias_E": torch.randn(NUM_EXPERTS, generator=rng) / 4,
         "logit_bias_E": torch.randn(NUM_EXPERTS, generator=rng),
+        "input_scale_D": 1 + torch.randn(WIDTH, generator=rng) / 4,
+        "expert_scale_E": 1 + torch.randn(NUM_EXPERTS, generator=rng) / 4,
     }
 
 
@@ -68,6 +71,8 @@ def make_router(gate: GateSpec, num_choices: int, tensors: dict[str, Tensor]) ->
         tensors["selection_bias_E"] if gate.has_selection_bias else None,
         tensors["logit_bias_E"] if gate.has_logit_bias else None,
         OPS,
+        input_norm=RmsNorm(tensors["input_scale_D"], 1e-6, OPS) if gate.has_input_norm else None,
+        expert_scale_E=tensors["expert_scale_E"] if gate.has_expert_scale else None,
     )
 
 
@@ -189,6 +194,8 @@ FLIPS: dict[str, dict[str, Any]] = {
     "groups_per_token": {"groups_per_token": 3},
     "group_score": {"group_score": "max"},
     "renormalise_epsilon": {"renormalise_epsilon": 0.0},
+    "has_input_norm": {"has_input_norm": False},
+    "has_expert_scale": {"has_expert_scale": False},
 }
 
 
@@ -198,7 +205,8 @@ def test_every_field_of_the_gate_is_flipped_below() -> None:
 
 @pytest.mark.parametrize("flip", FLIPS.values(), ids=FLIPS.keys())
 def test_every_option_changes_something(flip: dict[str, Any]) -> None:
-    gate = replace(DEEPSEEK_V3, has_logit_bias=True, renormalise_epsilon=0.25)
+    scaled = {"has_input_norm": True, "has_expert_scale": True}
+    gate = replace(DEEPSEEK_V3, has_logit_bias=True, renormalise_epsilon=0.25, **scaled)
     tensors = random_tensors()
     before = make_router(gate, 4, tensors)(tensors["x_TD"])
     after = make_router(replace(gate, **flip), 4, tensors)(tensors["x_TD"])
@@ -230,6 +238,30 @@ def test_no_tokens() -> None:
     for gate in GATES.values():
         routing = make_router(gate, 4, tensors)(tensors["x_TD"][:0])
         assert routing.experts_TK.shape == routing.weights_TK.shape == (0, 4)
+
+
+def test_gemmas_gate_norms_its_rows_and_scales_its_weights() -> None:
+    gate = GateSpec(score="softmax", has_input_norm=True, has_expert_scale=True)
+    tensors = random_tensors()
+    x_TD = tensors["x_TD"].double()
+    normed = x_TD / (x_TD.square().mean(-1, keepdim=True) + 1e-6).sqrt() * tensors["input_scale_D"]
+    scores = (normed @ tensors["weight_ED"].double().T).softmax(-1)
+    routing = make_router(gate, 4, tensors)(tensors["x_TD"])
+    chosen = scores.gather(-1, routing.experts_TK)
+    expected = chosen / chosen.sum(-1, keepdim=True) * tensors["expert_scale_E"][routing.experts_TK]
+    assert torch.equal(routing.experts_TK, scores.topk(4).indices.sort().values)
+    torch.testing.assert_close(routing.weights_TK, expected.float())
+
+
+def test_an_input_norm_that_the_gate_does_not_announce_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has a norm of its input, and none was given"):
+        Router(
+            moe_spec(GateSpec(score="softmax", has_input_norm=True), 2),
+            random_tensors()["weight_ED"],
+            None,
+            None,
+            OPS,
+        )
 
 
 def test_every_expert_chosen() -> None:

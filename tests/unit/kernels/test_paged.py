@@ -17,6 +17,7 @@ SHAPES = [
     Heads(num_heads=8, num_groups=1, key_width=96, window=20, has_sinks=True),
     Heads(num_heads=3, num_groups=1, key_width=64, has_sinks=True),
     Heads(num_heads=4, num_groups=4, key_width=32, window=100),
+    Heads(num_heads=4, num_groups=2, key_width=32, window=72, is_chunked=True),
     Heads(num_heads=4, num_groups=1, key_width=192, value_width=128),
     Heads(num_heads=2, num_groups=1, key_width=8),
     Heads(num_heads=1, num_groups=1, key_width=4),
@@ -106,8 +107,16 @@ def test_small_tiles_have_the_same_bits(tile_bytes: int) -> None:
     parts = ((0, 130), (199, 1), (20, 1), (198, 1), (197, 1))
     small = PagedAttention(ProofTable(), kv_block=BLOCK, num_lanes=4, tile_bytes=tile_bytes)
     q_THC = torch.cat([case.q_THC[start : start + count] for start, count in parts])
-    options = {"softmax_scale": case.scale, "window": None, "sinks_H": None, "value_width": None}
-    assert torch.equal(small(q_THC, case.view(*parts), **options), case.attend(*parts))
+    found = small(
+        q_THC,
+        case.view(*parts),
+        softmax_scale=case.scale,
+        window=None,
+        is_chunked=False,
+        sinks_H=None,
+        value_width=None,
+    )
+    assert torch.equal(found, case.attend(*parts))
 
 
 def test_bfloat16_keeps_the_promise() -> None:
@@ -218,6 +227,21 @@ def test_freed_blocks_below_a_window_are_not_read() -> None:
         case.key_pool[block] = float("nan")
     case.blocks = (-1,) * 7 + case.blocks[7:]
     assert torch.equal(case.attend((140, 10), (149, 1)), expected)
+
+
+@pytest.mark.parametrize("start", [143, 144, 150])
+def test_freed_blocks_below_a_chunk_are_not_read(start: int) -> None:
+    """What a trailing window keeps holds a chunk: the same blocks may be freed."""
+    heads = Heads(num_heads=4, num_groups=2, key_width=32, window=24, is_chunked=True)
+    case = Sequence(heads, 168, OPS)
+    case.write(0, 168)
+    count = 168 - start
+    expected = case.attend((start, count), (167, 1))
+    freed = (start - 24 + 1) // BLOCK
+    for block in case.blocks[:freed]:
+        case.key_pool[block] = float("nan")
+    case.blocks = (-1,) * freed + case.blocks[freed:]
+    assert torch.equal(case.attend((start, count), (167, 1)), expected)
 
 
 def test_a_poisoned_sequence_harms_no_neighbour() -> None:

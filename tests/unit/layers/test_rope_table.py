@@ -128,6 +128,10 @@ SCALINGS: list[tuple[RopeScaling, dict[str, Any]]] = [
             "long_factor": [1.0 + i for i in range(16)],
         },
     ),
+    (
+        RopeScaling(kind="proportional", factor=2.0, proportion=0.3),
+        {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.3},
+    ),
 ]
 
 

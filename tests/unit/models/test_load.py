@@ -113,9 +113,9 @@ def test_a_model_that_does_not_run_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_field_that_the_decoder_ignores_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, llama_config())
-    spec = replace(read_spec(folder), logit_softcap=30.0)
+    spec = replace(read_spec(folder), residual_scale=0.5)
     with pytest.raises(
-        UnsupportedModelError, match=r"needs logit_softcap = 30\.0, which the decoder does not"
+        UnsupportedModelError, match=r"needs residual_scale = 0\.5, which the decoder does not"
     ):
         build(Checkpoint.open(folder), spec, preset("portable", dtype="float32"), num_threads=1)
 

@@ -15,7 +15,7 @@ import moesaic.models.moe_block as module
 from moesaic.experts.contract import Routing, Tag
 from moesaic.models.build import load
 from moesaic.models.dense_block import DenseBlock
-from moesaic.models.moe_block import MoeBlock
+from moesaic.models.moe_block import BranchNorms, MoeBlock
 from moesaic.spec.model import DenseSpec
 from moesaic.steps import DONE, Steps, drive
 
@@ -70,6 +70,19 @@ def test_without_a_shared_expert_the_routed_sum_is_the_result() -> None:
     [y_TD] = drive([block.forward(x_TD, TAG)], 1.0)
     assert events == ["send", "resumed", "resumed", "collect"]
     assert torch.equal(y_TD, 2 * x_TD)
+
+
+def test_norms_stand_around_each_branch() -> None:
+    block = block_of([], has_shared=True)
+    block.norms = BranchNorms(
+        routed_in=lambda x: x + 1,
+        routed_out=lambda x: 10 * x,
+        shared_in=lambda x: x + 2,
+        shared_out=torch.neg,
+    )
+    x_TD = torch.arange(6.0).view(2, 3)
+    [y_TD] = drive([block.forward(x_TD, TAG)], 1.0)
+    assert torch.equal(y_TD, 20 * (x_TD + 1) - 5 * (x_TD + 2))
 
 
 def test_the_choices_are_reported_once_under_the_layers_number() -> None:

@@ -41,12 +41,21 @@ def test_known_families_are_read_exactly(name: str) -> None:
     spec = read(CONFIGS[name])
     assert spec.reader == "exact"
     assert spec.family == name.split()[0]
-    assert spec.is_runnable == (spec.family in RUNNABLE)
+    assert spec.is_runnable == (spec.family in RUNNABLE and name != "gemma4")
     assert hash(spec) == hash(read(CONFIGS[name]))
 
 
 def test_families_without_a_lack_are_the_runnable_ones() -> None:
-    assert {"llama", "mixtral", "olmoe", "qwen3_moe", "deepseek_v3"} == RUNNABLE
+    assert {
+        "llama",
+        "mixtral",
+        "olmoe",
+        "qwen3_moe",
+        "deepseek_v3",
+        "gpt_oss",
+        "llama4",
+        "gemma4",
+    } == RUNNABLE
     for row in FAMILIES.values():
         assert row.lacks is None or row.lacks.strip()
 
@@ -131,6 +140,10 @@ def test_moe_layers_come_before_the_interleave_step() -> None:
     llama4 = CONFIGS["llama4"]
     assert sparse(read(llama4)) == [1, 3]
     assert sparse(read(llama4, moe_layers=[0, 2])) == [0, 2]
+    assert read(llama4, attn_temperature_tuning=4) == read(llama4, attn_temperature_tuning=True)
+    for off in (False, 0, None):
+        spec = read(llama4, attn_temperature_tuning=off)
+        assert all(layer.mixer.temperature is None for layer in spec.layers)  # type: ignore[union-attr]
     ropes = [layer.mixer.rope is not None for layer in read(llama4).layers]  # type: ignore[union-attr]
     assert ropes == [True, True, True, False]
 
@@ -250,7 +263,26 @@ def test_rope_nested_by_layer_type() -> None:
     assert sliding.rope.scaling is None
     assert full.rope.scaling is not None
     assert (full.rope.scaling.kind, full.rope.scaling.proportion) == ("proportional", 0.25)
-    assert any("proportional" in reason for reason in gemma.runnable_reasons)
+
+
+def test_what_gemma_lacks_is_named() -> None:
+    assert read(CONFIGS["gemma4 experts"]).is_runnable
+    embeddings, shared = read(CONFIGS["gemma4"]).runnable_reasons
+    assert "per-layer embeddings" in embeddings
+    assert "of another layer, in 5 layers" in shared
+    [no_decoder] = read(CONFIGS["gemma4 experts"], use_bidirectional_attention="all").runnable_reasons
+    assert "sees later tokens" in no_decoder
+
+
+def test_gemma_heads_by_layer_are_those_by_kind() -> None:
+    """transformers 5 writes `per_layer_config` for what was `global_head_dim`."""
+    old = CONFIGS["gemma4 experts"]
+    full = {"head_dim": 32, "num_key_value_heads": 1}
+    new = {k: v for k, v in old.items() if not k.startswith(("global_", "num_global_"))}
+    by_layer = {str(i): full for i, layer in enumerate(read(old).layers) if layer.mixer.window is None}  # type: ignore[union-attr]
+    assert read(new, per_layer_config=by_layer) == read(old)
+    with pytest.raises(ConfigError, match="made of head_dim and num_key_value_heads"):
+        read(new, per_layer_config={"0": {"sliding_window": 3}})
 
 
 def test_yarn_takes_what_it_is_not_told_from_the_config() -> None:
@@ -354,6 +386,18 @@ def test_another_models_layers_are_not_ours() -> None:
 def test_mxfp4_is_of_the_experts_only() -> None:
     spec = read(CONFIGS["gpt_oss"], quantization_config={"quant_method": "mxfp4"})
     assert stored(spec) == {"routed_experts": ("mxfp4", 4.25)}
+    assert spec.is_runnable  # decoded while it is read
+
+
+def test_mxfp4_of_other_families_and_methods_does_not_run() -> None:
+    group = {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}
+    method = {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
+    for spec in (
+        read(MIXTRAL, quantization_config={"quant_method": "mxfp4"}),
+        read(CONFIGS["gpt_oss"], quantization_config=method),
+    ):
+        assert "mxfp4" in {format for format, _ in stored(spec).values()}
+        assert "weights stored as mxfp4" in spec.runnable_reasons[0]
 
 
 @pytest.mark.parametrize(
@@ -416,6 +460,7 @@ def test_quantisation_that_cannot_be_told_is_refused(quantisation: Any, words: s
         ("dbrx", {"ffn_config": [1]}, "ffn_config must be a JSON object"),
         ("qwen3_next", {"linear_num_value_heads": 3}, "a multiple of 2 key heads"),
         ("llama4", {"no_rope_layers": [2]}, "zeros and ones"),
+        ("llama4", {"attn_temperature_tuning": "on"}, "true, false, or a whole number"),
     ],
 )
 def test_wrong_values_name_key_value_and_rule(base: str, changes: dict[str, Any], words: str) -> None:
@@ -533,7 +578,7 @@ def test_every_shared_config_is_read(shared_data: Path) -> None:
         assert spec.is_runnable or spec.runnable_reasons
         if spec.is_runnable:
             runnable.add(spec.model_type)
-    assert runnable == {"qwen3_moe", "olmoe", "mixtral", "deepseek_v3"}
+    assert runnable == {"qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "llama4"}
 
 
 def test_every_class_default_is_read(shared_data: Path) -> None:

@@ -172,7 +172,7 @@ _LLAMA4: Mapping[str, Any] = {
     "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "bos_token_id": 1,
     "eos_token_id": 2, "num_experts_per_tok": 1, "num_local_experts": 16, "interleave_moe_layer_step": 1,
     "use_qk_norm": True, "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attention_bias": False,
-    "rope_theta": 500000.0,
+    "rope_theta": 500000.0, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1,
 }  # fmt: skip
 
 _DBRX: Mapping[str, Any] = {

@@ -115,7 +115,7 @@ def read_gpt_oss(source: Source) -> ModelSpec:
         "full": _attention(keys, **facts),
         "sliding": _attention(keys, window=keys.whole_or_none("sliding_window"), **facts),
     }
-    gate = GateSpec(score="softmax", order="topk_then_score", has_logit_bias=True)
+    gate = GateSpec(score="softmax", order="topk_then_score", is_renormalised=False, has_logit_bias=True)
     moe = _moe(
         keys,
         gate,

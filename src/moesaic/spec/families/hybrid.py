@@ -64,12 +64,11 @@ def read_gemma4(source: Source) -> ModelSpec:
         "full" if (i + 1) % 6 == 0 else "sliding" for i in range(count)
     )
     names = (*names[:-1], "full")  # the class forces it
-    kinds = {name: _gemma4_mixer(keys, hidden, name) for name in set(names)}
     num_shared = keys.whole("num_kv_shared_layers", low=0, high=count - 1)
     first_shared = count - num_shared
     layers = []
     for layer_idx, name in enumerate(names):
-        mixer = kinds[name]
+        mixer = _gemma4_mixer(keys, hidden, name, layer_idx)
         is_shared = layer_idx >= first_shared
         if is_shared:
             owners = [i for i in range(first_shared) if names[i] == name]
@@ -78,15 +77,17 @@ def read_gemma4(source: Source) -> ModelSpec:
                     "num_kv_shared_layers", num_shared, f"small enough to leave one {name} layer"
                 )
             mixer = replace(mixer, kv_from=owners[-1])
-        layers.append(LayerSpec(mixer=mixer, ffn=_gemma4_ffn(keys, hidden, is_shared=is_shared)))
+        ffn = _gemma4_ffn(keys, hidden, is_shared=is_shared)
+        layers.append(LayerSpec(mixer=mixer, ffn=ffn, has_out_norms=True, has_scale=True))
     tied = source.outer if source.outer.has("tie_word_embeddings") else keys
     return assemble(
         source,
         layers,
+        reasons=_gemma4_lacks(keys, num_shared),
         has_tied_head=tied.flag("tie_word_embeddings"),
         embedding_scale=hidden**0.5,
         logit_softcap=keys.number_or_none("final_logit_softcapping", low=0.0, is_open=True),
-        undescribed_params=_gemma4_extras(keys, hidden, layers),
+        undescribed_params=_gemma4_extras(keys, hidden, count),
         other_params=tuple(
             (name, None)
             for name, key in (("vision tower", "vision_config"), ("audio tower", "audio_config"))
@@ -154,16 +155,33 @@ def _nemotron_layer(keys: Keys, name: str) -> LayerSpec:
     return LayerSpec(mixer=None, ffn=moe)
 
 
-def _gemma4_mixer(keys: Keys, hidden: int, name: str) -> GqaSpec:
-    """A windowed layer by the usual keys; a full one with its own head width and, where given, KV heads."""
+def _gemma4_heads(keys: Keys, name: str, layer_idx: int) -> dict[str, object]:
+    """The keys that a layer has of its own.
+
+    `per_layer_config`, as transformers 5 writes it, names them by layer and comes first; else full layers
+    have their own head width and, where given, KV heads.
+    """
+    per_layer = keys.below("per_layer_config")
+    if per_layer is not None:
+        mine = per_layer.below(str(layer_idx))
+        found = {} if mine is None else dict(mine.config)
+        unknown = sorted(set(found) - {"head_dim", "num_key_value_heads"})
+        if unknown:
+            raise keys.fault("per_layer_config", unknown[0], "made of head_dim and num_key_value_heads")
+        return found
+    if name != "full":
+        return {}
+    found = {"head_dim": keys.whole("global_head_dim")}
+    if keys.flag("attention_k_eq_v") and keys.has("num_global_key_value_heads"):
+        found["num_key_value_heads"] = keys.whole("num_global_key_value_heads")
+    return found
+
+
+def _gemma4_mixer(keys: Keys, hidden: int, name: str, layer_idx: int) -> GqaSpec:
+    """A layer by the usual keys, with what it has of its own in their place."""
     max_position = keys.whole("max_position_embeddings")
-    config = dict(keys.config)
     is_full = name == "full"
-    value_is_key = is_full and keys.flag("attention_k_eq_v")
-    if is_full:
-        config["head_dim"] = keys.whole("global_head_dim")
-        if value_is_key and keys.has("num_global_key_value_heads"):
-            config["num_key_value_heads"] = keys.whole("num_global_key_value_heads")
+    config = {**keys.config, **_gemma4_heads(keys, name, layer_idx)}
     mine = Keys(config, where=keys.where, prefix=keys.prefix, defaults=keys.defaults)
     has_bias = keys.flag("attention_bias")
     rope = read_rope(
@@ -181,8 +199,9 @@ def _gemma4_mixer(keys: Keys, hidden: int, name: str) -> GqaSpec:
         has_qkv_bias=has_bias,
         has_out_bias=has_bias,
         qk_norm="head",
+        has_value_norm=True,
         window=None if is_full else keys.whole("sliding_window"),
-        value_is_key=value_is_key,
+        value_is_key=is_full and keys.flag("attention_k_eq_v"),
     )
 
 
@@ -197,26 +216,32 @@ def _gemma4_ffn(keys: Keys, hidden: int, *, is_shared: bool) -> DenseSpec | MoeS
     return read_moe(
         keys,
         hidden=hidden,
-        gate=GateSpec(score="softmax"),
+        gate=GateSpec(score="softmax", has_input_norm=True, has_expert_scale=True),
         shared=dense,
+        has_branch_norms=True,
         experts_key="num_experts",
         chosen_key="top_k_experts",
         activation=activation,
     )
 
 
-def _gemma4_extras(keys: Keys, hidden: int, layers: list[LayerSpec]) -> tuple[tuple[str, int], ...]:
+def _gemma4_lacks(keys: Keys, num_shared: int) -> tuple[str, ...]:
+    """What some members of the family have and the engine lacks."""
+    reasons = []
+    if keys.whole_or_none("hidden_size_per_layer_input", low=0):
+        reasons.append("Gemma 4's per-layer embeddings are not run yet")
+    if num_shared:
+        reasons.append(f"keys and values of another layer, in {num_shared} layers, are not run yet")
+    if keys.text_or_none("use_bidirectional_attention", ("all", "vision")) == "all":
+        reasons.append("attention that sees later tokens is not run: the model is no decoder")
+    return tuple(reasons)
+
+
+def _gemma4_extras(keys: Keys, hidden: int, count: int) -> tuple[tuple[str, int], ...]:
     """Weights that no layer's spec describes."""
-    count = len(layers)
-    extras = [("norms after attention and feed-forward, and a scalar", count * (2 * hidden + 1))]
     width = keys.whole_or_none("hidden_size_per_layer_input", low=0) or 0
-    if width:
-        rows = keys.whole("vocab_size_per_layer_input")
-        inputs = count * (2 * hidden * width + hidden)
-        extras.append(
-            ("per-layer embeddings", rows * count * width + hidden * count * width + width + inputs)
-        )
-    experts = [layer.ffn.num_experts for layer in layers if isinstance(layer.ffn, MoeSpec)]
-    if experts:
-        extras.append(("norms around the experts, router scales", sum(experts) + len(experts) * 4 * hidden))
-    return tuple(extras)
+    if not width:
+        return ()
+    rows = keys.whole("vocab_size_per_layer_input")
+    inputs = count * (2 * hidden * width + hidden)
+    return (("per-layer embeddings", rows * count * width + hidden * count * width + width + inputs),)

@@ -47,8 +47,11 @@ SIZES = (
 )  # fmt: skip
 RATES = ("rope_theta", "partial_rotary_factor", "routed_scaling_factor")
 """Checked wherever they stand, so that a damaged number is found even where its family does not use it."""
-RUN_ROPES = ("linear", "yarn", "llama3", "longrope")
+RUN_ROPES = ("linear", "yarn", "llama3", "longrope", "proportional")
 """Frequency scalings that the engine runs; dynamic ones follow the length of the sequence."""
+
+RUN_METHODS: Mapping[tuple[str, str], tuple[str, ...]] = {("gpt_oss", "mxfp4"): ("mxfp4",)}
+"""Formats that are decoded while a family's checkpoint is read, by the method that wrote them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,16 +318,19 @@ def assemble(
         stored=stored,
         **facts,
     )
-    return replace(spec, runnable_reasons=(*reasons, *_lacking(spec)))
+    method = None if quant is None else quant.text_or_none("quant_method")
+    return replace(spec, runnable_reasons=(*reasons, *_lacking(spec, method)))
 
 
-def _lacking(spec: ModelSpec) -> tuple[str, ...]:
+def _lacking(spec: ModelSpec, quant_method: str | None) -> tuple[str, ...]:
     """Features of a spec, whatever its family, that the engine does not run."""
     reasons = []
-    formats = sorted({one.format for one in spec.stored} - {"float16"})
+    decoded = RUN_METHODS.get((spec.family, quant_method or ""), ())
+    formats = sorted({one.format for one in spec.stored} - {"float16", *decoded})
     if formats:
         reasons.append(
-            f"weights stored as {', '.join(formats)} are not run yet; float32, bfloat16 and float16 ones are"
+            f"weights stored as {', '.join(formats)} are not run yet; float32, bfloat16 and float16 ones "
+            "are, and gpt-oss' mxfp4 experts"
         )
     ropes = [getattr(layer.mixer, "rope", None) for layer in spec.layers]
     kinds = {rope.scaling.kind for rope in ropes if rope is not None and rope.scaling is not None}

@@ -20,7 +20,15 @@ from moesaic.spec.families.parts import (
     read_sigmoid_gate,
     sparse_after,
 )
-from moesaic.spec.model import DenseSpec, GateSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec
+from moesaic.spec.model import (
+    DenseSpec,
+    GateSpec,
+    GqaSpec,
+    LayerSpec,
+    ModelSpec,
+    MoeSpec,
+    TemperatureSpec,
+)
 
 _WINDOWED = {"full_attention": "full", "sliding_attention": "sliding"}
 _CHUNKED = {"full_attention": "full", "chunked_attention": "chunked"}
@@ -110,6 +118,7 @@ def read_llama4(source: Source) -> ModelSpec:
     )
     has_bias = keys.flag("attention_bias")
     has_norm = keys.flag("use_qk_norm")
+    temperature = _llama4_temperature(keys)
 
     def mixer(*, rope: bool, name: str) -> GqaSpec:
         return _attention(
@@ -121,6 +130,7 @@ def read_llama4(source: Source) -> ModelSpec:
             qk_norm="l2" if rope and has_norm else "none",
             window=chunk if name == "chunked" else None,
             is_chunked=name == "chunked" and chunk is not None,
+            temperature=None if rope else temperature,
         )
 
     kinds = {
@@ -150,6 +160,16 @@ def read_llama4(source: Source) -> ModelSpec:
     ]
     has_vision = source.outer.config is not keys.config
     return assemble(source, layers, other_params=(("vision tower", None),) if has_vision else ())
+
+
+def _llama4_temperature(keys: Keys) -> TemperatureSpec | None:
+    """Released configs spell "on" as a number: 4."""
+    value = keys.value("attn_temperature_tuning")
+    if value is None or value is False or value == 0:
+        return None
+    if not isinstance(value, bool | int):
+        raise keys.fault("attn_temperature_tuning", value, "true, false, or a whole number, 0 for false")
+    return TemperatureSpec(scale=keys.number("attn_scale"), interval=keys.whole("floor_scale"))
 
 
 def _llama4_rope_layers(keys: Keys, count: int) -> tuple[bool, ...]:

@@ -74,13 +74,11 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe": Family(shared.read_glm4_moe, "glm4_moe", _unmapped("glm4_moe")),
     "dots1": Family(shared.read_dots1, "dots1", _unmapped("dots1")),
     "ernie4_5_moe": Family(shared.read_ernie4_5_moe, "ernie4_5_moe", _unmapped("ernie4_5_moe")),
-    "llama4": Family(
-        shared.read_llama4, "llama4", "chunked attention with temperature tuning is not run yet"
-    ),
+    "llama4": Family(shared.read_llama4, "llama4", None),
     "granitemoe": Family(gqa.read_granitemoe, "granitemoe", "Granite's four multipliers are not run yet"),
     "phimoe": Family(gqa.read_phimoe, "phimoe", "sparsemixer routing is not run yet"),
     "minimax_m2": Family(gqa.read_minimax_m2, "minimax_m2", _unmapped("minimax_m2")),
-    "gpt_oss": Family(gqa.read_gpt_oss, "gpt_oss", _unmapped("gpt_oss")),
+    "gpt_oss": Family(gqa.read_gpt_oss, "gpt_oss", None),
     "dbrx": Family(
         gqa.read_dbrx,
         "dbrx",
@@ -93,7 +91,7 @@ FAMILIES: Mapping[str, Family] = {
         "Mamba-2 mixers are not run yet",
         core=("hidden_size", "num_attention_heads", "vocab_size"),
     ),
-    "gemma4": Family(hybrid.read_gemma4, "gemma4", "Gemma 4's per-layer embeddings are not run yet"),
+    "gemma4": Family(hybrid.read_gemma4, "gemma4", None),
 }
 
 RUNNABLE: frozenset[str] = frozenset(row.family for row in FAMILIES.values() if row.lacks is None)
