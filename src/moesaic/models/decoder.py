@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,9 +12,11 @@ from moesaic.experts.contract import Tag
 from moesaic.kernels.ops import Ops
 from moesaic.kv.pool import BatchLayout, KvPool
 from moesaic.layers.attention import KvView
-from moesaic.layers.norm import RmsNorm
 from moesaic.models.moe_block import Dense, MoeBlock, Observe
 from moesaic.steps import Steps
+
+Norm = Callable[[Tensor], Tensor]
+"""Of rows [T, D], the same shape and dtype."""
 
 
 class Mixer(Protocol):
@@ -27,28 +29,33 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MixerHalf:
-    """x + mixer(norm(x))."""
+    """x + scale * mixer(norm(x))."""
 
-    norm: RmsNorm
+    norm: Norm
     mixer: Mixer
+    scale: float = 1.0
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView) -> Steps[Tensor]:
         """The residual stream after it, in the seam dtype."""
-        return x_TD + (yield from self.mixer.forward(self.norm(x_TD), positions_T, view))
+        y_TD = yield from self.mixer.forward(self.norm(x_TD), positions_T, view)
+        return x_TD + _scaled(y_TD, self.scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FfnHalf:
-    """x + ffn(norm(x))."""
+    """x + scale * ffn(norm(x))."""
 
-    norm: RmsNorm
+    norm: Norm
     ffn: Dense | MoeBlock
+    scale: float = 1.0
 
     def forward(self, x_TD: Tensor, tag: Tag, observe: Observe | None) -> Steps[Tensor]:
         """The residual stream after it, in the seam dtype."""
         if isinstance(self.ffn, MoeBlock):
-            return x_TD + (yield from self.ffn.forward(self.norm(x_TD), tag, observe))
-        return x_TD + self.ffn(self.norm(x_TD))
+            y_TD = yield from self.ffn.forward(self.norm(x_TD), tag, observe)
+        else:
+            y_TD = self.ffn(self.norm(x_TD))
+        return x_TD + _scaled(y_TD, self.scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,21 +67,30 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Token ids to hidden states, and hidden states to logits."""
+    """Token ids to hidden states, and hidden states to logits.
+
+    Shapes:  embedding_VD and head_VD [V, D], the same tensor where they are tied; head_bias_V [V] or None.
+    """
 
     def __init__(
         self,
         *,
         embedding_VD: Tensor,
         layers: Sequence[DecoderLayer],
-        norm: RmsNorm,
+        norm: Norm,
         head_VD: Tensor,
+        head_bias_V: Tensor | None = None,
+        embedding_scale: float = 1.0,
+        logit_scale: float = 1.0,
         ops: Ops,
     ) -> None:
         self.embedding_VD = embedding_VD
         self.layers = tuple(layers)
         self.norm = norm
         self.head_VD = head_VD
+        self.head_bias_V = head_bias_V
+        self.embedding_scale = embedding_scale
+        self.logit_scale = logit_scale
         self.ops = ops
 
     def forward(
@@ -84,7 +100,7 @@ class Decoder:
 
         Shapes:  tokens_T [T] int64; returns hidden_TD [T, D] in the seam dtype.
         """
-        x_TD = self.embedding_VD[tokens_T]
+        x_TD = _scaled(self.embedding_VD[tokens_T], self.embedding_scale)
         for layer_idx, layer in enumerate(self.layers):
             if layer.mixer is not None:
                 view = pool.view(layer_idx, batch)
@@ -95,4 +111,9 @@ class Decoder:
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """logits_BV [B, V] float32 of the rows that are to be sampled."""
-        return self.ops.logits(hidden_BD, self.head_VD)
+        return _scaled(self.ops.logits(hidden_BD, self.head_VD, self.head_bias_V), self.logit_scale)
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    """x * scale, rounded once to x's dtype; x itself where the scale is 1."""
+    return x if scale == 1.0 else x * scale
