@@ -178,6 +178,10 @@ class GateSpec:
     groups_per_token: int = 1
     group_score: Literal["max", "top2_sum"] = "max"
     renormalise_epsilon: float = 0.0  # added to the sum before dividing (DeepSeek-V3: 1e-20)
+    renormalise_floor: float = 0.0  # the least sum that is divided by (ERNIE 4.5)
+    jitter: float = (
+        0.0  # sparsemixer: a logit further below the best than twice this, relatively, is left out
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
