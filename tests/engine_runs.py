@@ -25,13 +25,6 @@ from moesaic.spec.experts import IntArray
 from moesaic.spec.numerics import DType
 
 WAIT_S = 120.0
-CONFIGS = {
-    "llama": checkpoints.llama_config,
-    "qwen3_moe": checkpoints.qwen3_moe_config,
-    "olmoe": checkpoints.olmoe_config,
-    "mixtral": checkpoints.mixtral_config,
-    "deepseek_v3": checkpoints.deepseek_v3_config,
-}
 
 
 @cache
@@ -44,7 +37,7 @@ def fresh_model(family: str, dtype: DType = "float32") -> LoadedModel:
     """One of your own."""
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
-        path = checkpoints.write_checkpoint(Path(folder) / family, CONFIGS[family]())
+        path = checkpoints.write_checkpoint(Path(folder) / family, checkpoints.CONFIGS[family]())
         return load(path, num_threads=1, dtype=dtype)
 
 

@@ -16,6 +16,7 @@ CASES = [
     ("deepseek_v3", "float32"),
     ("mixtral", "float32"),
     ("olmoe", "bfloat16"),
+    ("phimoe", "bfloat16"),
 ]
 
 

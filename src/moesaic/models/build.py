@@ -22,18 +22,27 @@ from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.ops import Ops, choose, default_backend
 from moesaic.layers.attention import GqaAttention, PagedAttend
 from moesaic.layers.mla import MlaAttention
-from moesaic.layers.norm import RmsNorm
+from moesaic.layers.norm import LayerNorm, RmsNorm
 from moesaic.layers.rope import RopeTable
 from moesaic.models.accounting import Accounting, account
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.models.decoder import Decoder, DecoderLayer, FfnHalf, Mixer, MixerHalf
+from moesaic.models.decoder import Decoder, DecoderLayer, FfnHalf, Mixer, MixerHalf, Norm
+from moesaic.models.deepseek_v2 import DEEPSEEK_V2
 from moesaic.models.deepseek_v3 import DEEPSEEK_V3
 from moesaic.models.dense_block import DenseBlock
+from moesaic.models.dots1 import DOTS1
+from moesaic.models.ernie4_5_moe import ERNIE4_5_MOE
+from moesaic.models.glm4_moe import GLM4_MOE
+from moesaic.models.glm4_moe_lite import GLM4_MOE_LITE
+from moesaic.models.granitemoe import GRANITEMOE
 from moesaic.models.llama import LLAMA
+from moesaic.models.minimax_m2 import MINIMAX_M2
 from moesaic.models.mixtral import MIXTRAL
 from moesaic.models.moe_block import Dense, MoeBlock
 from moesaic.models.names import WeightMap
 from moesaic.models.olmoe import OLMOE
+from moesaic.models.phimoe import PHIMOE
+from moesaic.models.qwen2_moe import QWEN2_MOE
 from moesaic.models.qwen3_moe import QWEN3_MOE
 from moesaic.models.weights import (
     Progress,
@@ -59,6 +68,15 @@ FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
         "olmoe": OLMOE,
         "mixtral": MIXTRAL,
         "deepseek_v3": DEEPSEEK_V3,
+        "qwen2_moe": QWEN2_MOE,
+        "deepseek_v2": DEEPSEEK_V2,
+        "glm4_moe": GLM4_MOE,
+        "glm4_moe_lite": GLM4_MOE_LITE,
+        "dots1": DOTS1,
+        "minimax_m2": MINIMAX_M2,
+        "ernie4_5_moe": ERNIE4_5_MOE,
+        "granitemoe": GRANITEMOE,
+        "phimoe": PHIMOE,
     }
 )
 """The families that run; `spec.families.RUNNABLE` says the same without torch."""
@@ -69,12 +87,6 @@ Source: DeepSeek-V3's reference code builds them with its default, and so does t
 
 _NEUTRAL: Mapping[str, object] = MappingProxyType(
     {
-        "embedding_scale": 1.0,
-        "logit_scale": 1.0,
-        "norm": "rms",
-        "has_norm_bias": False,
-        "has_head_bias": False,
-        "residual_scale": 1.0,
         "logit_softcap": None,
     }
 )
@@ -211,8 +223,11 @@ def _decoder(spec: ModelSpec, weights: Weights, ops: Ops) -> Decoder:
     return Decoder(
         embedding_VD=embedding_VD,
         layers=[parts.layer(layer_idx, layer) for layer_idx, layer in enumerate(spec.layers)],
-        norm=parts.norm(weights.model["norm"]),
+        norm=parts.norm(weights.model, "norm"),
         head_VD=embedding_VD if spec.has_tied_head else weights.model["head"],
+        head_bias_V=weights.model.get("head_bias"),
+        embedding_scale=spec.embedding_scale,
+        logit_scale=spec.logit_scale,
         ops=ops,
     )
 
@@ -230,18 +245,22 @@ class _Parts:
 
     def layer(self, layer_idx: int, layer: LayerSpec) -> DecoderLayer:
         """The layer, with its weights."""
-        weights, mixer, ffn = self.weights.layers[layer_idx], None, None
+        norms, scale = self.weights.layers[layer_idx]["norm"], self.spec.residual_scale
+        mixer, ffn = None, None
         if layer.mixer is not None:
             mixer = MixerHalf(
-                norm=self.norm(weights["norm"]["mixer"]), mixer=self.mixer(layer_idx, layer.mixer)
+                norm=self.norm(norms, "mixer"), mixer=self.mixer(layer_idx, layer.mixer), scale=scale
             )
         if layer.ffn is not None:
-            ffn = FfnHalf(norm=self.norm(weights["norm"]["ffn"]), ffn=self.ffn(layer_idx, layer.ffn))
+            ffn = FfnHalf(norm=self.norm(norms, "ffn"), ffn=self.ffn(layer_idx, layer.ffn), scale=scale)
         return DecoderLayer(mixer=mixer, ffn=ffn)
 
-    def norm(self, weight_D: Tensor) -> RmsNorm:
-        """A norm with the model's epsilon."""
-        return RmsNorm(weight_D, self.spec.norm_eps, self.ops)
+    def norm(self, weights: Mapping[str, Tensor], name: str) -> Norm:
+        """The norm of the model's kind whose weight is `name`, and its bias `name`_bias."""
+        if self.spec.norm == "layer":
+            return LayerNorm(weights[name], weights.get(f"{name}_bias"), self.spec.norm_eps, self.ops)
+        assert not self.spec.has_norm_bias, "root-mean-square norms have no bias"
+        return RmsNorm(weights[name], self.spec.norm_eps, self.ops)
 
     def mixer(self, layer_idx: int, mixer: object) -> Mixer:
         """Grouped-query or latent attention over one rank's pool."""
