@@ -112,8 +112,8 @@ class ReferenceOps:
     def layer_norm(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
         """(x - mean) / sqrt(variance + eps) * weight (+ bias) over the last dim in float32, in x's dtype."""
         wide, width = x_TD.float(), x_TD.shape[-1]
-        centred = wide - elementwise.sum_last(wide) / width
-        variance = elementwise.sum_last(centred * centred) / width
+        centred = wide - self._row_sum(wide) / width
+        variance = self._row_sum(centred * centred) / width
         normed = centred * (variance + eps).sqrt().reciprocal() * weight_D
         return (normed if bias_D is None else normed + bias_D).to(x_TD.dtype)
 

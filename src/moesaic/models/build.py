@@ -35,6 +35,7 @@ from moesaic.models.ernie4_5_moe import ERNIE4_5_MOE
 from moesaic.models.glm4_moe import GLM4_MOE
 from moesaic.models.glm4_moe_lite import GLM4_MOE_LITE
 from moesaic.models.granitemoe import GRANITEMOE
+from moesaic.models.kimi_k25 import KIMI_K25
 from moesaic.models.llama import LLAMA
 from moesaic.models.minimax_m2 import MINIMAX_M2
 from moesaic.models.mixtral import MIXTRAL
@@ -68,6 +69,7 @@ FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
         "olmoe": OLMOE,
         "mixtral": MIXTRAL,
         "deepseek_v3": DEEPSEEK_V3,
+        "kimi_k25": KIMI_K25,
         "qwen2_moe": QWEN2_MOE,
         "deepseek_v2": DEEPSEEK_V2,
         "glm4_moe": GLM4_MOE,

@@ -62,7 +62,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(qwen.read_qwen3_moe, "qwen3_moe", None),
     "deepseek_v3": Family(deepseek.read_deepseek_v3, "deepseek_v3", None),
     "kimi_k2": Family(deepseek.read_deepseek_v3, "deepseek_v3", None),
-    "kimi_k25": Family(deepseek.read_deepseek_v3, "deepseek_v3", _IMAGES),
+    "kimi_k25": Family(deepseek.read_deepseek_v3, "kimi_k25", None),
     "qwen2_moe": Family(qwen.read_qwen2_moe, "qwen2_moe", None),
     "qwen3_vl_moe": Family(qwen.read_qwen3_moe, "qwen3_vl_moe", _IMAGES),
     "qwen3_next": Family(qwen.read_qwen3_next, "qwen3_next", _DELTA),
@@ -84,7 +84,7 @@ FAMILIES: Mapping[str, Family] = {
     "dbrx": Family(
         gqa.read_dbrx,
         "dbrx",
-        "layer norms and fused projections of DBRX are not run yet",
+        "fused projections and experts of DBRX are not run yet",
         core=("d_model", "n_layers", "n_heads", "vocab_size"),
     ),
     "nemotron_h": Family(
