@@ -17,6 +17,8 @@ CASES = [
     ("mixtral", "float32"),
     ("olmoe", "bfloat16"),
     ("phimoe", "bfloat16"),
+    pytest.param(("qwen2_moe", "float32"), marks=pytest.mark.long),
+    pytest.param(("granitemoe", "bfloat16"), marks=pytest.mark.long),
 ]
 
 

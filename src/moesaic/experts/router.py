@@ -20,7 +20,7 @@ class Router:
 
     Source:  softmax of the top-k: Mixtral, arXiv:2401.04088, sec. 2.1; groups by their best expert:
              DeepSeek-V2, arXiv:2405.04434, sec. 2.1.2; sigmoid scores, selection bias, groups by their two
-             best: DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2; sparsemixer: GRIN, arXiv:2409.12136, sec. 2.
+             best: DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2; sparsemixer: GRIN, arXiv:2409.12136.
     """
 
     def __init__(
