@@ -17,7 +17,7 @@ from moesaic.models.build import LoadedModel, load
 
 PROMPT = random_tokens(70, 256, seed=11)  # past every window of the test configs
 CONTINUATION = random_tokens(8, 256, seed=12)
-# Every family on the backend that users get here, those of known parts with the long tests; two on all the others.
+# Every family on the backend that users get here (known parts with the long tests), and two on all others.
 LONG = set(FAMILY_CONFIGS) - {"granitemoe", "phimoe"}
 CASES = [
     pytest.param((family, default_backend()), marks=[pytest.mark.long] if family in LONG else [])
