@@ -11,11 +11,13 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import checkpoints_stacked
 import torch
+from family_configs import FAMILY_CONFIGS
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -163,6 +165,11 @@ def gemma4_config(**changes: Any) -> Config:
     return _COMMON | checkpoints_stacked.GEMMA4 | changes
 
 
+def family_config(family: str, **changes: Any) -> Config:
+    """One of the families of `family_configs`."""
+    return _COMMON | FAMILY_CONFIGS[family] | changes
+
+
 CONFIGS: Mapping[str, Callable[..., Config]] = {
     "llama": llama_config,
     "qwen3_moe": qwen3_moe_config,
@@ -172,7 +179,26 @@ CONFIGS: Mapping[str, Callable[..., Config]] = {
     "gpt_oss": gpt_oss_config,
     "llama4": llama4_config,
     "gemma4": gemma4_config,
+    **{family: partial(family_config, family) for family in FAMILY_CONFIGS},
 }
+
+
+def cheap_cases(*cheap: str) -> list[Any]:
+    """CONFIGS as test parameters: of `family_configs` all are long but those in `cheap`."""
+    import pytest
+
+    is_long = set(FAMILY_CONFIGS) - set(cheap)
+    return [pytest.param(name, marks=pytest.mark.long) if name in is_long else name for name in CONFIGS]
+
+
+W123 = ("mixtral", "minimax_m2", "phimoe")
+"""Families whose files call the parts of an expert w1, w3 and w2 of block_sparse_moe."""
+SELECTION_BIAS = {
+    "minimax_m2": "block_sparse_moe.e_score_correction_bias",
+    "ernie4_5_moe": "mlp.moe_statics.e_score_correction_bias",
+} | dict.fromkeys(
+    ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1"), "mlp.gate.e_score_correction_bias"
+)  # fmt: skip
 
 
 def tensor_shapes(config: Config) -> dict[str, Shape]:
@@ -186,24 +212,30 @@ def tensor_shapes(config: Config) -> dict[str, Shape]:
     }
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], D)
+    if config.get("lm_head_bias") or config.get("use_bias"):
+        shapes["lm_head.bias"] = (config["vocab_size"],)
     for layer_idx in range(config["num_hidden_layers"]):
         layer = f"model.layers.{layer_idx}"
         shapes |= {f"{layer}.input_layernorm.weight": (D,), f"{layer}.post_attention_layernorm.weight": (D,)}
-        is_mla = config["model_type"] == "deepseek_v3"
-        attention = _mla_shapes(config) if is_mla else _gqa_shapes(config)
+        attention = _mla_shapes(config) if "kv_lora_rank" in config else _gqa_shapes(config)
         shapes |= {f"{layer}.self_attn.{name}": shape for name, shape in attention.items()}
         shapes |= {f"{layer}.{name}": shape for name, shape in _ffn_shapes(config, layer_idx).items()}
+    if config["model_type"] == "phimoe":
+        shapes |= {f"{k.removesuffix('weight')}bias": v for k, v in shapes.items() if "norm." in k}
     return shapes
 
 
 def _gqa_shapes(config: Config) -> dict[str, Shape]:
     D, H, G = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     C = config.get("head_dim") or D // H
-    sizes = {"q_proj": (H * C, D), "k_proj": (G * C, D), "v_proj": (G * C, D), "o_proj": (D, H * C)}
-    shapes = _linears(sizes, has_bias=config["attention_bias"])
-    if config["model_type"] == "qwen3_moe":
+    kind = config["model_type"]
+    has_bias = config.get("qkv_bias") or config.get("use_bias") or config["attention_bias"]
+    shapes = _linears({"q_proj": (H * C, D), "k_proj": (G * C, D), "v_proj": (G * C, D)}, has_bias=has_bias)
+    has_out_bias = has_bias and kind not in ("qwen2_moe", "glm4_moe")
+    shapes |= _linears({"o_proj": (D, H * C)}, has_bias=has_out_bias)
+    if kind in ("qwen3_moe", "dots1") or config.get("use_qk_norm"):
         shapes |= {"q_norm.weight": (C,), "k_norm.weight": (C,)}
-    if config["model_type"] == "olmoe":
+    if kind in ("olmoe", "minimax_m2"):
         shapes |= {"q_norm.weight": (H * C,), "k_norm.weight": (G * C,)}
     return shapes
 
@@ -222,24 +254,38 @@ def _mla_shapes(config: Config) -> dict[str, Shape]:
 
 def _ffn_shapes(config: Config, layer_idx: int) -> dict[str, Shape]:
     D, kind = config["hidden_size"], config["model_type"]
+    has_bias = bool(config.get("mlp_bias") or config.get("use_bias"))
     if not is_sparse(config, layer_idx):
-        F = config["intermediate_size"]
-        sizes = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
-        return {f"mlp.{k}": v for k, v in _linears(sizes, has_bias=config.get("mlp_bias", False)).items()}
-    block = "block_sparse_moe" if kind == "mixtral" else "mlp"
-    gate, up, down = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        return _gated_shapes("mlp", D, config["intermediate_size"], has_bias=has_bias)
     E, F = num_experts(config), config.get("moe_intermediate_size", config["intermediate_size"])
+    if kind == "granitemoe":
+        return {
+            "block_sparse_moe.router.layer.weight": (E, D),
+            "block_sparse_moe.input_linear.weight": (E, 2 * F, D),
+            "block_sparse_moe.output_linear.weight": (E, D, F),
+        }
+    block = "block_sparse_moe" if kind in W123 else "mlp"
+    gate, up, down = ("w1", "w3", "w2") if kind in W123 else ("gate_proj", "up_proj", "down_proj")
     shapes: dict[str, Shape] = {f"{block}.gate.weight": (E, D)}
     for expert in range(E):
         prefix = f"{block}.experts.{expert}"
         shapes |= {f"{prefix}.{gate}.weight": (F, D), f"{prefix}.{up}.weight": (F, D)}
         shapes[f"{prefix}.{down}.weight"] = (D, F)
-    if kind == "deepseek_v3":
-        shapes["mlp.gate.e_score_correction_bias"] = (E,)
-        F *= config["n_shared_experts"]
-        sizes = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
-        shapes |= {f"mlp.shared_experts.{k}": v for k, v in _linears(sizes, has_bias=False).items()}
+    if kind in SELECTION_BIAS:
+        shapes[SELECTION_BIAS[kind]] = (1, E) if kind == "ernie4_5_moe" else (E,)
+    num_shared = config.get("n_shared_experts") or config.get("moe_num_shared_experts")
+    if num_shared:
+        shapes |= _gated_shapes("mlp.shared_experts", D, F * num_shared, has_bias=has_bias)
+    if kind == "qwen2_moe":
+        F = config["shared_expert_intermediate_size"]
+        shapes |= _gated_shapes("mlp.shared_expert", D, F, has_bias=False)
+        shapes["mlp.shared_expert_gate.weight"] = (1, D)
     return shapes
+
+
+def _gated_shapes(prefix: str, D: int, F: int, *, has_bias: bool) -> dict[str, Shape]:
+    sizes = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+    return {f"{prefix}.{k}": v for k, v in _linears(sizes, has_bias=has_bias).items()}
 
 
 def _linears(sizes: Mapping[str, Shape], *, has_bias: bool) -> dict[str, Shape]:
@@ -249,15 +295,16 @@ def _linears(sizes: Mapping[str, Shape], *, has_bias: bool) -> dict[str, Shape]:
 
 def num_experts(config: Config) -> int:
     """Experts per sparse layer, 0 for a dense model."""
-    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((config[key] for key in keys if key in config), 0)
 
 
 def is_sparse(config: Config, layer_idx: int) -> bool:
     """Whether a layer has experts."""
-    if config["model_type"] == "deepseek_v3":
-        return layer_idx >= config["first_k_dense_replace"]
-    is_due = (layer_idx + 1) % config.get("decoder_sparse_step", 1) == 0
+    step = config.get("decoder_sparse_step", config.get("moe_layer_interval", 1))
+    first = config.get("first_k_dense_replace", config.get("moe_layer_start_index", 0))
+    last = config.get("moe_layer_end_index", -1) % config["num_hidden_layers"]
+    is_due = (layer_idx + 1) % step == 0 and first <= layer_idx <= last
     return num_experts(config) > 0 and is_due and layer_idx not in config.get("mlp_only_layers", ())
 
 
@@ -275,19 +322,19 @@ def random_tensors(config: Config, *, seed: int = 0) -> dict[str, Tensor]:
 
 
 def _scaled(name: str, noise: Tensor) -> Tensor:
-    if "norm" in name:
-        return 1.0 + 0.3 * noise
     if name.endswith("e_score_correction_bias"):
         return 0.2 * noise
     if name.endswith(".bias"):
         return 0.4 * noise
+    if "norm" in name:
+        return 1.0 + 0.3 * noise
     if "embed_tokens" in name:
         return noise
     fan_in = noise.shape[-1]
     gain = 1.0
     if re.search(r"\.(q_proj|k_proj|q_b_proj|kv_b_proj)\.", name):
         gain = 1.6  # attention that looks somewhere
-    elif re.search(r"\.gate\.weight$|lm_head", name):
+    elif re.search(r"\.gate\.weight$|router\.|shared_expert_gate|lm_head", name):
         gain = 2.0  # choices and tokens without near ties
     return noise * (gain / math.sqrt(fan_in))
 
@@ -306,13 +353,21 @@ def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             part = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(part, part)
             experts.setdefault(layer, {})[int(expert), part] = value
         else:
-            out[name.replace(".block_sparse_moe.", ".mlp.")] = value
+            out[_name_in_memory(name)] = value
     for layer, parts in experts.items():
         ids = sorted({expert for expert, _ in parts})
         gate_up = [torch.cat((parts[expert, "gate_proj"], parts[expert, "up_proj"])) for expert in ids]
         out[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(gate_up)
         out[f"{layer}.mlp.experts.down_proj"] = torch.stack([parts[expert, "down_proj"] for expert in ids])
     return out
+
+
+def _name_in_memory(name: str) -> str:
+    if name.endswith(("linear.weight", "router.layer.weight")):  # Granite
+        name = name.replace("input_linear.weight", "experts.gate_up_proj")
+        name = name.replace("output_linear.weight", "experts.down_proj")
+        return name.replace("router.layer.", "router.")
+    return name.replace(".block_sparse_moe.", ".mlp.")
 
 
 def write_checkpoint(

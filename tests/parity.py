@@ -34,6 +34,8 @@ class Oracle:
         )
         problems = {name: keys for name, keys in info.items() if keys}
         assert not problems, f"transformers does not load the checkpoint whole: {problems}"
+        if self.model.config.model_type == "phimoe":
+            _tell_length(self.model)
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> Tensor:
@@ -55,6 +57,19 @@ class Oracle:
             found.append(int(best.indices[0]))
             tokens = torch.tensor([found[-1:]])
         return found, margin
+
+
+def _tell_length(model: Any) -> None:
+    """Let phimoe's longrope know that the prompt is long.
+
+    transformers 5.24 asks for its frequencies without a length and so turns sequences of every length by the
+    short factors, which is neither the paper's rule nor its own of other families.
+    """
+    rope = model.model.rotary_emb
+    if rope.rope_type == "longrope":
+        frequencies = rope.rope_init_fn
+        length = model.config.rope_parameters["original_max_position_embeddings"] + 1
+        rope.rope_init_fn = lambda config: frequencies(config, seq_len=length)
 
 
 def max_difference(folder: Path) -> float:
@@ -165,6 +180,17 @@ def experts(**changes: Any) -> Callable[[ModelSpec], ModelSpec]:
 
     def change(layer: LayerSpec) -> LayerSpec:
         return replace(layer, ffn=replace(layer.ffn, **changes)) if isinstance(layer.ffn, MoeSpec) else layer
+
+    return each_layer(change)
+
+
+def shared(**changes: Any) -> Callable[[ModelSpec], ModelSpec]:
+    """Every shared expert with some fields changed."""
+
+    def change(layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer.ffn, MoeSpec) or layer.ffn.shared is None:
+            return layer
+        return replace(layer, ffn=replace(layer.ffn, shared=replace(layer.ffn.shared, **changes)))
 
     return each_layer(change)
 

@@ -17,6 +17,9 @@ CASES = [
     ("mixtral", "float32"),
     ("olmoe", "bfloat16"),
     ("gpt_oss", "float32"),
+    ("phimoe", "bfloat16"),
+    pytest.param(("qwen2_moe", "float32"), marks=pytest.mark.long),
+    pytest.param(("granitemoe", "bfloat16"), marks=pytest.mark.long),
 ]
 
 

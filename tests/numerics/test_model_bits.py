@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import CONFIGS, write_checkpoint
+from family_configs import FAMILY_CONFIGS
 from paged import PagedModel, random_tokens
 from torch import Tensor
 
@@ -16,8 +17,12 @@ from moesaic.models.build import LoadedModel, load
 
 PROMPT = random_tokens(70, 256, seed=11)  # past every window of the test configs
 CONTINUATION = random_tokens(8, 256, seed=12)
-# Every family on the backend that users get here, and two families on all the others.
-CASES = [(family, default_backend()) for family in CONFIGS] + [
+# Every family on the backend that users get here (known parts with the long tests), and two on all others.
+LONG = set(FAMILY_CONFIGS) - {"granitemoe", "phimoe"}
+CASES = [
+    pytest.param((family, default_backend()), marks=[pytest.mark.long] if family in LONG else [])
+    for family in CONFIGS
+] + [
     (family, backend)
     for family in ("olmoe", "deepseek_v3")
     for backend in backends()

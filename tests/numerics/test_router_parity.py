@@ -95,6 +95,61 @@ def gpt_oss() -> torch.nn.Module:
     return family.GptOssTopKRouter(config)
 
 
+def minimax_m2() -> torch.nn.Module:
+    """Its bias stands beside the router, which takes it as an argument."""
+    from transformers.models.minimax_m2 import modeling_minimax_m2 as family
+
+    config = family.MiniMaxM2Config(
+        hidden_size=WIDTH, num_local_experts=NUM_EXPERTS, num_experts_per_tok=NUM_CHOICES
+    )
+    return BiasBeside(family.MiniMaxM2TopKRouter(config))
+
+
+def ernie() -> torch.nn.Module:
+    """Its bias is one row."""
+    from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as family
+
+    config = family.Ernie4_5_MoeConfig(
+        hidden_size=WIDTH, moe_num_experts=NUM_EXPERTS, moe_k=NUM_CHOICES, moe_norm_min=0.6
+    )
+    router = family.Ernie4_5_MoeTopKRouter(config)
+    router.bias = router.moe_statics.e_score_correction_bias[0]
+    return router
+
+
+def granite() -> torch.nn.Module:
+    from transformers.models.granitemoe import modeling_granitemoe as family
+
+    config = family.GraniteMoeConfig(
+        hidden_size=WIDTH, num_local_experts=NUM_EXPERTS, num_experts_per_tok=NUM_CHOICES
+    )
+    return family.GraniteMoeTopKRouter(config)
+
+
+def phimoe(jitter: float) -> torch.nn.Module:
+    from transformers.models.phimoe import modeling_phimoe as family
+
+    config = family.PhimoeConfig(hidden_size=WIDTH, num_local_experts=NUM_EXPERTS, router_jitter_noise=jitter)
+    return family.PhimoeTopKRouter(config).eval()
+
+
+class BiasBeside(torch.nn.Module):
+    """A router that is called with its selection bias."""
+
+    def __init__(self, router: torch.nn.Module) -> None:
+        super().__init__()
+        self.router = router
+        self.bias = torch.zeros(NUM_EXPERTS)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.router.weight
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor] = self.router(x_TD, self.bias)
+        return found
+
+
 class Llama4Weights(torch.nn.Module):
     """Llama 4's router gives a score to every expert, zero to those not chosen."""
 
@@ -127,6 +182,7 @@ V3 = GateSpec(
     renormalise_epsilon=1e-20,
 )
 SOFTMAX = GateSpec(score="softmax")
+SPARSEMIXER = GateSpec(score="sparsemixer", is_renormalised=False)
 CASES = {
     "deepseek_v3": Case(
         gate=V3, module=lambda: deepseek_v3(4, 2, True), selection_bias="e_score_correction_bias"
@@ -154,6 +210,19 @@ CASES = {
         gate=GateSpec(score="softmax", order="topk_then_score", is_renormalised=False, has_logit_bias=True),
         module=gpt_oss,
         logit_bias="bias",
+    ),
+    "minimax_m2": Case(
+        gate=GateSpec(score="sigmoid", has_selection_bias=True), module=minimax_m2, selection_bias="bias"
+    ),
+    "ernie4_5_moe, the sum of weights at its floor for some": Case(
+        gate=replace(SOFTMAX, has_selection_bias=True, renormalise_floor=0.6),
+        module=ernie,
+        selection_bias="bias",
+    ),
+    "granitemoe": Case(gate=replace(SOFTMAX, order="topk_then_score", is_renormalised=False), module=granite),
+    "phimoe": Case(gate=replace(SPARSEMIXER, jitter=0.01), module=lambda: phimoe(0.01), num_choices=2),
+    "phimoe, much jitter": Case(
+        gate=replace(SPARSEMIXER, jitter=0.4), module=lambda: phimoe(0.4), num_choices=2
     ),
     "llama4": Case(
         gate=GateSpec(score="sigmoid", order="topk_then_score", is_renormalised=False),

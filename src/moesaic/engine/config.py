@@ -109,14 +109,14 @@ class EngineConfig:
             max_waiting=self.max_waiting,
         )
         budget_bytes, source = self._kv_budget(useful_bytes(groups, limits, kv_block), machine)
-        notes: tuple[str, ...] = ()
+        notes = _rope_notes(spec)
         if self.max_model_len is None:
             # Not asked for: the context is what the pool holds, if that is less than the model's.
             sizes = pool_sizes(groups, budget_bytes, replace(limits, max_model_len=1), kv_block)
             counts = [size for group, size in zip(groups, sizes, strict=True) if group.kind == "tokens"]
             max_model_len = min([spec.max_position, *(count * kv_block for count in counts)])
             if max_model_len < spec.max_position:
-                notes = (
+                notes += (
                     f"max_model_len is {max_model_len}, not the model's {spec.max_position}: a KV pool of "
                     f"{format_bytes(budget_bytes)} holds no more; give it more memory",
                 )
@@ -151,6 +151,19 @@ class EngineConfig:
         if most_bytes <= allowed_bytes:
             return most_bytes, "all that the limits can use"
         return allowed_bytes, f"{KV_FRACTION:.0%} of {free_text}"
+
+
+def _rope_notes(spec: ModelSpec) -> tuple[str, ...]:
+    """What longrope does not do: turn a token otherwise once its sequence is longer than the original."""
+    ropes = {getattr(layer.mixer, "rope", None) for layer in spec.layers}
+    scalings = {rope.scaling for rope in ropes if rope is not None and rope.scaling is not None}
+    lengths = {s.original_max_position or 0 for s in scalings if s.kind == "longrope"}
+    return tuple(
+        f"longrope turns by its long factors at every length, also in sequences of up to {length} tokens, "
+        "for which the model's own code takes the short ones"
+        for length in sorted(lengths)
+        if length < spec.max_position
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ class Router:
 
     Source:  softmax of the top-k: Mixtral, arXiv:2401.04088, sec. 2.1; groups by their best expert:
              DeepSeek-V2, arXiv:2405.04434, sec. 2.1.2; sigmoid scores, selection bias, groups by their two
-             best: DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2.
+             best: DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2; sparsemixer: GRIN, arXiv:2409.12136.
     """
 
     def __init__(
@@ -77,6 +77,8 @@ class Router:
         Shapes:  logits_TE [T, E] float32, the logit bias added.
         """
         gate, num_chosen = self._spec.gate, self._spec.experts_per_token
+        if gate.score == "sparsemixer":
+            return self._sparsemixer(logits_TE)
         scores_TE = logits_TE if gate.order == "topk_then_score" else self._score(logits_TE)
         experts_TK = _top_ids(self._choice(scores_TE), num_chosen)
         experts_TK = experts_TK.sort(dim=-1).values
@@ -85,12 +87,33 @@ class Router:
         if gate.order == "topk_then_score":
             weights_TK = self._score(weights_TK)
         if gate.is_renormalised:
-            weights_TK = weights_TK / (sum_last(weights_TK) + gate.renormalise_epsilon)
+            total_T1 = sum_last(weights_TK) + gate.renormalise_epsilon
+            weights_TK = weights_TK / total_T1.clamp(min=gate.renormalise_floor)
         if gate.scale != 1.0:
             weights_TK = weights_TK * gate.scale
         if self._expert_scale_E is not None:
             weights_TK = weights_TK * self._expert_scale_E[experts_TK]
         return Routing(experts_TK=experts_TK, weights_TK=weights_TK)
+
+    def _sparsemixer(self, logits_TE: Tensor) -> Routing:
+        """The two best experts, each weighed by a softmax of its own over the logits near it.
+
+        Left out of that softmax is what lies below its expert by more than twice the jitter, relative to the
+        larger of the two sizes; for the second expert so is the first.
+        """
+        experts_TK = _top_ids(logits_TE, 2).sort(dim=-1).values
+        best_TK = logits_TE.gather(-1, experts_TK)
+        is_first_T = best_TK[:, 0] >= best_TK[:, 1]  # of equals the lower id
+        weights = []
+        for k, is_second_T in enumerate((~is_first_T, is_first_T)):
+            best_T1, other_T1 = best_TK[:, k : k + 1], experts_TK[:, 1 - k : 2 - k]
+            size_TE = torch.maximum(logits_TE.abs(), best_T1)
+            is_out_TE = (best_T1 - logits_TE) / size_TE > 2 * self._spec.gate.jitter
+            is_other_out_T1 = is_out_TE.gather(-1, other_T1) | is_second_T.unsqueeze(-1)
+            is_out_TE = is_out_TE.scatter(-1, other_T1, is_other_out_T1)
+            near_TE = logits_TE.masked_fill(is_out_TE, float("-inf"))
+            weights.append(self._ops.softmax_float32(near_TE).gather(-1, experts_TK[:, k : k + 1]))
+        return Routing(experts_TK=experts_TK, weights_TK=torch.cat(weights, dim=-1))
 
     def _score(self, logits_TE: Tensor) -> Tensor:
         if self._spec.gate.score == "softmax":
@@ -132,6 +155,8 @@ def _check(spec: MoeSpec) -> None:
             f"{kept} groups of {experts} / {groups} = {experts // groups} experts leave "
             f"{kept * (experts // groups)} to choose from, fewer than experts_per_token = {chosen}"
         )
+    if spec.gate.score == "sparsemixer" and chosen != 2:
+        raise ConfigError(f"sparsemixer chooses 2 experts, and experts_per_token is {chosen}")
     if spec.gate.group_score == "top2_sum" and kept < groups and experts // groups < 2:
         raise ConfigError(f"group_score top2_sum needs two experts in a group: {experts} / {groups} = 1")
 

@@ -46,8 +46,8 @@ class Ops(Protocol):
         """x @ weight.T in float32 from operands widened to float32 (routers)."""
         ...
 
-    def logits(self, x_BD: Tensor, weight_VD: Tensor) -> Tensor:
-        """x @ weight.T as [B, V] float32."""
+    def logits(self, x_BD: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+        """x @ weight.T (+ bias) as [B, V] float32."""
         ...
 
     def bmm(self, a_NTC: Tensor, b_NCM: Tensor) -> Tensor:
@@ -76,6 +76,10 @@ class Ops(Protocol):
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) over the last dim in float32, rounded to x's dtype, times any weight."""
+        ...
+
+    def layer_norm(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight (+ bias) over the last dim in float32, in x's dtype."""
         ...
 
     def rope(self, x_THC: Tensor, cos_TC: Tensor, sin_TC: Tensor, is_interleaved: bool) -> Tensor:

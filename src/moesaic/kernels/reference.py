@@ -82,9 +82,10 @@ class ReferenceOps:
         """x @ weight.T in float32 from widened operands."""
         return self._matmul.linear(x_TD.float(), weight_FD.float())
 
-    def logits(self, x_BD: Tensor, weight_VD: Tensor) -> Tensor:
-        """x @ weight.T as [B, V] float32."""
-        return self._matmul.linear(x_BD.to(weight_VD.dtype), weight_VD).float()
+    def logits(self, x_BD: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+        """x @ weight.T (+ bias) as [B, V] float32."""
+        y_BV = self._matmul.linear(x_BD.to(weight_VD.dtype), weight_VD).float()
+        return y_BV if bias_V is None else y_BV + bias_V
 
     def bmm(self, a_NTC: Tensor, b_NCM: Tensor) -> Tensor:
         """[N, T, M] in the seam dtype, multiplied in float32."""
@@ -116,6 +117,14 @@ class ReferenceOps:
         mean = self._row_sum(wide * wide) / wide.shape[-1]
         normed_TD = (wide * (mean + eps).sqrt().reciprocal()).to(x_TD.dtype)
         return normed_TD if weight_D is None else normed_TD * weight_D
+
+    def layer_norm(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight (+ bias) over the last dim in float32, in x's dtype."""
+        wide, width = x_TD.float(), x_TD.shape[-1]
+        centred = wide - self._row_sum(wide) / width
+        variance = self._row_sum(centred * centred) / width
+        normed = centred * (variance + eps).sqrt().reciprocal() * weight_D
+        return (normed if bias_D is None else normed + bias_D).to(x_TD.dtype)
 
     def rope(self, x_THC: Tensor, cos_TC: Tensor, sin_TC: Tensor, is_interleaved: bool) -> Tensor:
         """`x_THC` with its first 2 * C' columns rotated, for tables [T, C'] float32; x's dtype."""

@@ -15,8 +15,8 @@ from typing import Literal
 from moesaic.errors import CheckpointError
 from moesaic.kernels import mxfp4
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.models.names import Keys, PerExpert, Stacked, Unused, WeightMap
-from moesaic.models.parameter import Half, Shape, layer_parameters
+from moesaic.models.names import Keys, PerExpert, Row, Stacked, Unused, WeightMap
+from moesaic.models.parameter import Half, Shape, layer_parameters, norm_parameters
 from moesaic.spec.model import ModelSpec, MoeSpec
 
 _SHOWN = 5  # names in one error message
@@ -38,12 +38,20 @@ class Filling:
     name: str
     layer_idx: int | None = None
     expert_id: int | None = None
+    is_row: bool = False  # stored as [1, n] where the parameter is [n]
     stacked: Stacked | None = None
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The tensor's shape in the checkpoint, where it is one tensor."""
+        return (1, *self.shape) if self.is_row else self.shape
 
     @property
     def tensors(self) -> dict[str, Shape]:
         """The tensors of the checkpoint that hold it, with the shapes they must have."""
-        return {self.key: self.shape} if self.stacked is None else self.stacked.tensors(self.key, self.shape)
+        if self.stacked is None:
+            return {self.key: self.stored_shape}
+        return self.stacked.tensors(self.key, self.shape)
 
     @property
     def packed(self) -> Literal["mxfp4"] | None:
@@ -118,23 +126,37 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Accoun
 def _model_fillings(spec: ModelSpec, names: WeightMap) -> Iterator[Filling]:
     table = (spec.vocab, spec.hidden)
     yield Filling(key=names.embedding, shape=table, half="model", name="embedding")
-    yield Filling(key=names.norm, shape=(spec.hidden,), half="model", name="norm")
+    norm_keys = {"norm": names.norm, "norm_bias": names.norm_bias}
+    for name, shape in norm_parameters("norm", spec.hidden, has_bias=spec.has_norm_bias).items():
+        yield Filling(key=norm_keys[name], shape=shape, half="model", name=name)
     if not spec.has_tied_head:
         yield Filling(key=names.head, shape=table, half="model", name="head")
+    if spec.has_head_bias:
+        yield Filling(key=names.head_bias, shape=(spec.vocab,), half="model", name="head_bias")
 
 
 def _layer_fillings(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Iterator[Filling]:
     for layer_idx, layer in enumerate(spec.layers):
         prefix = names.layer_prefix.format(layer=layer_idx)
-        for half, parameters in layer_parameters(layer, spec.hidden).items():
+        halves = layer_parameters(layer, spec.hidden, has_norm_bias=spec.has_norm_bias)
+        for half, parameters in halves.items():
             for name, shape in parameters.items():
-                key = _spelling(checkpoint, prefix, names.layers[half][name])
-                yield Filling(key=key, shape=shape, half=half, name=name, layer_idx=layer_idx)
+                keys = names.layers[half][name]
+                yield Filling(
+                    key=_spelling(checkpoint, prefix, keys),
+                    shape=shape,
+                    half=half,
+                    name=name,
+                    layer_idx=layer_idx,
+                    is_row=isinstance(keys, Row),
+                )
         if isinstance(layer.ffn, MoeSpec):
             yield from _expert_fillings(checkpoint, prefix, layer.ffn, names, layer_idx)
 
 
 def _spelling(checkpoint: Checkpoint, prefix: str, keys: Keys) -> str:
+    if isinstance(keys, Row):
+        return prefix + keys.key
     spellings = [prefix + key for key in ((keys,) if isinstance(keys, str) else keys)]
     return next((key for key in spellings if key in checkpoint.tensors), spellings[0])
 

@@ -22,21 +22,31 @@ from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.ops import Ops, choose, default_backend
 from moesaic.layers.attention import GqaAttention, PagedAttend
 from moesaic.layers.mla import MlaAttention
-from moesaic.layers.norm import RmsNorm
+from moesaic.layers.norm import LayerNorm, RmsNorm
 from moesaic.layers.rope import RopeTable
 from moesaic.models.accounting import Accounting, account
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.models.decoder import Decoder, DecoderLayer, FfnHalf, Mixer, MixerHalf
+from moesaic.models.decoder import Decoder, DecoderLayer, FfnHalf, Mixer, MixerHalf, Norm
+from moesaic.models.deepseek_v2 import DEEPSEEK_V2
 from moesaic.models.deepseek_v3 import DEEPSEEK_V3
 from moesaic.models.dense_block import DenseBlock
+from moesaic.models.dots1 import DOTS1
+from moesaic.models.ernie4_5_moe import ERNIE4_5_MOE
 from moesaic.models.gemma4 import GEMMA4
+from moesaic.models.glm4_moe import GLM4_MOE
+from moesaic.models.glm4_moe_lite import GLM4_MOE_LITE
 from moesaic.models.gpt_oss import GPT_OSS
+from moesaic.models.granitemoe import GRANITEMOE
+from moesaic.models.kimi_k25 import KIMI_K25
 from moesaic.models.llama import LLAMA
 from moesaic.models.llama4 import LLAMA4
+from moesaic.models.minimax_m2 import MINIMAX_M2
 from moesaic.models.mixtral import MIXTRAL
 from moesaic.models.moe_block import BranchNorms, Dense, MoeBlock
 from moesaic.models.names import WeightMap
 from moesaic.models.olmoe import OLMOE
+from moesaic.models.phimoe import PHIMOE
+from moesaic.models.qwen2_moe import QWEN2_MOE
 from moesaic.models.qwen3_moe import QWEN3_MOE
 from moesaic.models.weights import (
     Progress,
@@ -66,6 +76,16 @@ FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
         "gemma4": GEMMA4,
         "gpt_oss": GPT_OSS,
         "llama4": LLAMA4,
+        "kimi_k25": KIMI_K25,
+        "qwen2_moe": QWEN2_MOE,
+        "deepseek_v2": DEEPSEEK_V2,
+        "glm4_moe": GLM4_MOE,
+        "glm4_moe_lite": GLM4_MOE_LITE,
+        "dots1": DOTS1,
+        "minimax_m2": MINIMAX_M2,
+        "ernie4_5_moe": ERNIE4_5_MOE,
+        "granitemoe": GRANITEMOE,
+        "phimoe": PHIMOE,
     }
 )
 """The families that run; `spec.families.RUNNABLE` says the same without torch."""
@@ -73,17 +93,6 @@ FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever the model's own is.
 Source: DeepSeek-V3's reference code builds them with its default, and so does transformers 5."""
-
-_NEUTRAL: Mapping[str, object] = MappingProxyType(
-    {
-        "logit_scale": 1.0,
-        "norm": "rms",
-        "has_norm_bias": False,
-        "has_head_bias": False,
-        "residual_scale": 1.0,
-    }
-)
-"""Fields of a spec that the decoder does not compute, at the values that make them do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -196,12 +205,6 @@ def _family(spec: ModelSpec) -> WeightMap:
         raise UnsupportedModelError(
             f"no model is built for family {spec.family!r}; {nearest(spec.family, FAMILIES)}"
         )
-    ignored = [name for name, neutral in _NEUTRAL.items() if getattr(spec, name) != neutral]
-    if ignored:
-        raise UnsupportedModelError(
-            f"{spec.model_type} needs {', '.join(f'{name} = {getattr(spec, name)}' for name in ignored)}, "
-            f"which the decoder does not compute. Families that run: {', '.join(FAMILIES)}"
-        )
     return FAMILIES[spec.family]
 
 
@@ -219,10 +222,12 @@ def _decoder(spec: ModelSpec, weights: Weights, ops: Ops) -> Decoder:
     return Decoder(
         embedding_VD=embedding_VD,
         layers=[parts.layer(layer_idx, layer) for layer_idx, layer in enumerate(spec.layers)],
-        norm=parts.norm(weights.model["norm"]),
-        embedding_scale=spec.embedding_scale,
+        norm=parts.norm(weights.model, "norm"),
         logit_softcap=spec.logit_softcap,
         head_VD=embedding_VD if spec.has_tied_head else weights.model["head"],
+        head_bias_V=weights.model.get("head_bias"),
+        embedding_scale=spec.embedding_scale,
+        logit_scale=spec.logit_scale,
         ops=ops,
     )
 
@@ -240,25 +245,31 @@ class _Parts:
 
     def layer(self, layer_idx: int, layer: LayerSpec) -> DecoderLayer:
         """The layer, with its weights."""
-        weights, mixer, ffn = self.weights.layers[layer_idx], None, None
+        norms, scale = self.weights.layers[layer_idx]["norm"], self.spec.residual_scale
+        mixer, ffn = None, None
         if layer.mixer is not None:
             mixer = MixerHalf(
-                norm=self.norm(weights["norm"]["mixer"]),
+                norm=self.norm(norms, "mixer"),
                 mixer=self.mixer(layer_idx, layer.mixer),
-                out_norm=self.norm(weights["norm"]["mixer_out"]) if layer.has_out_norms else None,
+                out_norm=self.norm(norms, "mixer_out") if layer.has_out_norms else None,
+                scale=scale,
             )
         if layer.ffn is not None:
             has_own_norms = isinstance(layer.ffn, MoeSpec) and layer.ffn.has_branch_norms
             ffn = FfnHalf(
-                norm=None if has_own_norms else self.norm(weights["norm"]["ffn"]),
+                norm=None if has_own_norms else self.norm(norms, "ffn"),
                 ffn=self.ffn(layer_idx, layer.ffn),
-                out_norm=self.norm(weights["norm"]["ffn_out"]) if layer.has_out_norms else None,
+                out_norm=self.norm(norms, "ffn_out") if layer.has_out_norms else None,
+                scale=scale,
             )
-        return DecoderLayer(mixer=mixer, ffn=ffn, scale=weights["norm"].get("scale"))
+        return DecoderLayer(mixer=mixer, ffn=ffn, scale=norms.get("scale"))
 
-    def norm(self, weight_D: Tensor) -> RmsNorm:
-        """A norm with the model's epsilon."""
-        return RmsNorm(weight_D, self.spec.norm_eps, self.ops)
+    def norm(self, weights: Mapping[str, Tensor], name: str) -> Norm:
+        """The norm of the model's kind whose weight is `name`, and its bias `name`_bias."""
+        if self.spec.norm == "layer":
+            return LayerNorm(weights[name], weights.get(f"{name}_bias"), self.spec.norm_eps, self.ops)
+        assert not self.spec.has_norm_bias, "root-mean-square norms have no bias"
+        return RmsNorm(weights[name], self.spec.norm_eps, self.ops)
 
     def mixer(self, layer_idx: int, mixer: object) -> Mixer:
         """Grouped-query or latent attention over one rank's pool."""
@@ -301,10 +312,10 @@ class _Parts:
     def branch_norms(self, weights: Mapping[str, Tensor]) -> BranchNorms:
         """The norms around the experts and around the network beside them."""
         return BranchNorms(
-            routed_in=self.norm(weights["routed_in"]),
-            routed_out=self.norm(weights["routed_out"]),
-            shared_in=self.norm(weights["ffn"]),
-            shared_out=self.norm(weights["shared_out"]),
+            routed_in=self.norm(weights, "routed_in"),
+            routed_out=self.norm(weights, "routed_out"),
+            shared_in=self.norm(weights, "ffn"),
+            shared_out=self.norm(weights, "shared_out"),
         )
 
     def router(self, ffn: MoeSpec, weights: Mapping[str, Tensor]) -> Router:
@@ -312,7 +323,7 @@ class _Parts:
         input_norm = None
         if ffn.gate.has_input_norm:
             scale_D = weights["input_scale"]
-            input_norm = self.norm(scale_D * scale_D.numel() ** -0.5)
+            input_norm = RmsNorm(scale_D * scale_D.numel() ** -0.5, self.spec.norm_eps, self.ops)
         return Router(
             ffn,
             weights["weight"],

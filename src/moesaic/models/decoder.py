@@ -12,8 +12,7 @@ from moesaic.experts.contract import Tag
 from moesaic.kernels.ops import Ops
 from moesaic.kv.pool import BatchLayout, KvPool
 from moesaic.layers.attention import KvView
-from moesaic.layers.norm import RmsNorm
-from moesaic.models.moe_block import Dense, MoeBlock, Observe
+from moesaic.models.moe_block import Dense, MoeBlock, Norm, Observe
 from moesaic.steps import Steps
 
 
@@ -27,25 +26,28 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MixerHalf:
-    """x + out_norm(mixer(norm(x)))."""
+    """x + scale * out_norm(mixer(norm(x)))."""
 
-    norm: RmsNorm
+    norm: Norm
     mixer: Mixer
-    out_norm: RmsNorm | None = None
+    out_norm: Norm | None = None
+    scale: float = 1.0
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView) -> Steps[Tensor]:
         """The residual stream after it, in the seam dtype."""
         y_TD = yield from self.mixer.forward(self.norm(x_TD), positions_T, view)
-        return x_TD + (y_TD if self.out_norm is None else self.out_norm(y_TD))
+        y_TD = y_TD if self.out_norm is None else self.out_norm(y_TD)
+        return x_TD + _scaled(y_TD, self.scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FfnHalf:
-    """x + out_norm(ffn(norm(x))); without `norm` the sparse half has norms of its own."""
+    """x + scale * out_norm(ffn(norm(x))); without `norm` the sparse half has norms of its own."""
 
-    norm: RmsNorm | None
+    norm: Norm | None
     ffn: Dense | MoeBlock
-    out_norm: RmsNorm | None = None
+    out_norm: Norm | None = None
+    scale: float = 1.0
 
     def forward(self, x_TD: Tensor, tag: Tag, observe: Observe | None) -> Steps[Tensor]:
         """The residual stream after it, in the seam dtype."""
@@ -54,7 +56,8 @@ class FfnHalf:
             y_TD = yield from self.ffn.forward(y_TD, tag, observe)
         else:
             y_TD = self.ffn(y_TD)
-        return x_TD + (y_TD if self.out_norm is None else self.out_norm(y_TD))
+        y_TD = y_TD if self.out_norm is None else self.out_norm(y_TD)
+        return x_TD + _scaled(y_TD, self.scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,16 +70,21 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Token ids to hidden states, and hidden states to logits."""
+    """Token ids to hidden states, and hidden states to logits.
+
+    Shapes:  embedding_VD and head_VD [V, D], the same tensor where they are tied; head_bias_V [V] or None.
+    """
 
     def __init__(
         self,
         *,
         embedding_VD: Tensor,
         layers: Sequence[DecoderLayer],
-        norm: RmsNorm,
+        norm: Norm,
         head_VD: Tensor,
+        head_bias_V: Tensor | None = None,
         embedding_scale: float = 1.0,
+        logit_scale: float = 1.0,
         logit_softcap: float | None = None,
         ops: Ops,
     ) -> None:
@@ -84,7 +92,9 @@ class Decoder:
         self.layers = tuple(layers)
         self.norm = norm
         self.head_VD = head_VD
+        self.head_bias_V = head_bias_V
         self.embedding_scale = embedding_scale
+        self.logit_scale = logit_scale
         self.logit_softcap = logit_softcap
         self.ops = ops
 
@@ -108,7 +118,7 @@ class Decoder:
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """logits_BV [B, V] float32 of the rows that are to be sampled."""
-        logits_BV = self.ops.logits(hidden_BD, self.head_VD)
+        logits_BV = _scaled(self.ops.logits(hidden_BD, self.head_VD, self.head_bias_V), self.logit_scale)
         return logits_BV if self.logit_softcap is None else self.ops.softcap(logits_BV, self.logit_softcap)
 
 

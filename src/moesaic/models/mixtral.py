@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moesaic.models.names import GQA, NORMS, ROTARY_BUFFERS, STACKED, PerExpert, WeightMap
+from moesaic.models.names import GQA, NORMS, ROTARY_BUFFERS, STACKED, W123, WeightMap
 
 MIXTRAL = WeightMap(
     layers={
@@ -10,13 +10,6 @@ MIXTRAL = WeightMap(
         "mixer": GQA,
         "router": {"weight": ("block_sparse_moe.gate.weight", "mlp.gate.weight")},
     },
-    experts=(
-        PerExpert(
-            gate="block_sparse_moe.experts.{expert}.w1.weight",
-            up="block_sparse_moe.experts.{expert}.w3.weight",
-            down="block_sparse_moe.experts.{expert}.w2.weight",
-        ),
-        STACKED,
-    ),
+    experts=(W123, STACKED),
     unused=(ROTARY_BUFFERS,),
 )

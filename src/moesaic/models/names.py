@@ -14,7 +14,15 @@ from typing import Literal
 from moesaic.kernels import mxfp4
 from moesaic.models.parameter import Half, Shape
 
-Keys = str | tuple[str, ...]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """The key of a vector [n] that the checkpoint stores as one row [1, n]."""
+
+    key: str
+
+
+Keys = str | tuple[str, ...] | Row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +95,9 @@ class WeightMap:
     unused: tuple[Unused, ...] = ()
     embedding: str = "model.embed_tokens.weight"
     norm: str = "model.norm.weight"
+    norm_bias: str = "model.norm.bias"
     head: str = "lm_head.weight"
+    head_bias: str = "lm_head.bias"
     layer_prefix: str = "model.layers.{layer}."
     wrapped: WeightMap | None = None  # the same weights inside a model that also sees or hears
 
@@ -111,9 +121,14 @@ def gated(prefix: str) -> Mapping[str, Keys]:
     return with_biases({part: f"{prefix}.{part}_proj" for part in ("gate", "up", "down")})
 
 
-NORMS: Mapping[str, Keys] = MappingProxyType(
-    {"mixer": "input_layernorm.weight", "ffn": "post_attention_layernorm.weight"}
+W123 = PerExpert(
+    gate="block_sparse_moe.experts.{expert}.w1.weight",
+    up="block_sparse_moe.experts.{expert}.w3.weight",
+    down="block_sparse_moe.experts.{expert}.w2.weight",
 )
+"""Mixtral's names for the parts of an expert."""
+
+NORMS: Mapping[str, Keys] = with_biases({"mixer": "input_layernorm", "ffn": "post_attention_layernorm"})
 """Llama's names for the norms before the two halves of a layer, taken over by most families."""
 
 GQA: Mapping[str, Keys] = MappingProxyType(
@@ -125,6 +140,29 @@ GQA: Mapping[str, Keys] = MappingProxyType(
 )
 """Llama's names for grouped-query attention, with the norms of queries and keys where a family has them."""
 
+MLA: Mapping[str, Keys] = MappingProxyType(
+    {
+        **with_biases(
+            {
+                "q": "self_attn.q_proj",
+                "q_a": "self_attn.q_a_proj",
+                "q_b": "self_attn.q_b_proj",
+                "kv_a": "self_attn.kv_a_proj_with_mqa",
+                "kv_b": "self_attn.kv_b_proj",
+                "o": "self_attn.o_proj",
+            }
+        ),
+        "q_a_norm": "self_attn.q_a_layernorm.weight",
+        "kv_a_norm": "self_attn.kv_a_layernorm.weight",
+    }
+)
+"""DeepSeek's names for latent attention."""
+
+BIASED_GATE: Mapping[str, Keys] = MappingProxyType(
+    {"weight": "mlp.gate.weight", "selection_bias": "mlp.gate.e_score_correction_bias"}
+)
+"""DeepSeek-V3's names for a router with a selection bias."""
+
 PER_EXPERT = PerExpert(
     gate="mlp.experts.{expert}.gate_proj.weight",
     up="mlp.experts.{expert}.up_proj.weight",
@@ -132,6 +170,13 @@ PER_EXPERT = PerExpert(
 )
 STACKED = Stacked(gate_up="mlp.experts.gate_up_proj", down="mlp.experts.down_proj")
 """As transformers 5 holds experts in memory."""
+
+MTP_LAYERS = Unused(
+    pattern=r"model\.layers\.(\d+)\..*",
+    reason="multi-token prediction layer, which only drafts tokens",
+    marker="eh_proj.weight",
+)
+"""DeepSeek-V3's extra layers after the last."""
 
 ROTARY_BUFFERS = Unused(
     pattern=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq",

@@ -11,17 +11,19 @@ Shape = tuple[int, ...]
 Half = Literal["norm", "mixer", "dense", "router", "shared"]
 
 
-def layer_parameters(layer: LayerSpec, hidden: int) -> dict[Half, dict[str, Shape]]:
+def layer_parameters(
+    layer: LayerSpec, hidden: int, *, has_norm_bias: bool = False
+) -> dict[Half, dict[str, Shape]]:
     """Every parameter of a layer but its routed experts.
 
     Raises: UnsupportedModelError for a mixer that is not built.
     """
     found: dict[Half, dict[str, Shape]] = {"norm": {}}
     if layer.mixer is not None:
-        found["norm"]["mixer"] = (hidden,)
+        found["norm"] |= norm_parameters("mixer", hidden, has_bias=has_norm_bias)
         found["mixer"] = mixer_parameters(layer.mixer, hidden)
     if layer.ffn is not None:
-        found["norm"]["ffn"] = (hidden,)
+        found["norm"] |= norm_parameters("ffn", hidden, has_bias=has_norm_bias)
     if layer.has_out_norms:
         found["norm"] |= {f"{name}_out": shape for name, shape in found["norm"].items()}
     if layer.has_scale:
@@ -35,6 +37,12 @@ def layer_parameters(layer: LayerSpec, hidden: int) -> dict[Half, dict[str, Shap
         if layer.ffn.shared is not None:
             found["shared"] = dense_parameters(layer.ffn.shared, hidden)
     return found
+
+
+def norm_parameters(name: str, hidden: int, *, has_bias: bool) -> dict[str, Shape]:
+    """The parameters of `RmsNorm` or `LayerNorm`."""
+    names = (name, f"{name}_bias") if has_bias else (name,)
+    return dict.fromkeys(names, (hidden,))
 
 
 def mixer_parameters(mixer: object, hidden: int) -> dict[str, Shape]:

@@ -130,7 +130,7 @@ def read_weights(
             _read_experts(checkpoint, filling, experts)
         else:
             dtype = torch.float32 if filling.half == "router" else seam
-            tensor = checkpoint.read(filling.key, shape=filling.shape).to(dtype)
+            tensor = checkpoint.read(filling.key, shape=filling.stored_shape).to(dtype).view(filling.shape)
             i = filling.layer_idx
             place = model if i is None else layers[i].setdefault(filling.half, {})
             place[filling.name] = tensor

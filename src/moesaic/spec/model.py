@@ -196,6 +196,10 @@ class GateSpec:
     has_input_norm: bool = False  # it reads rows normed, then scaled by a vector / sqrt(D) (Gemma 4)
     has_expert_scale: bool = False  # weights times a learned factor of each expert, after all else (Gemma 4)
     renormalise_epsilon: float = 0.0  # added to the sum before dividing (DeepSeek-V3: 1e-20)
+    renormalise_floor: float = 0.0  # the least sum that is divided by (ERNIE 4.5)
+    jitter: float = (
+        0.0  # sparsemixer: a logit further below the best than twice this, relatively, is left out
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

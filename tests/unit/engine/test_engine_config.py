@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from config_cases import CONFIGS
 from fakes import tiny_spec
 
 from moesaic.engine.config import VARIABLES, EngineConfig, Environment, read_environment
 from moesaic.engine.machine import Machine
 from moesaic.errors import CapacityError, ConfigError
+from moesaic.spec.families import read_config
 from moesaic.spec.numerics import preset
 
 SPEC = tiny_spec(100)  # 3 layers x 2 x 1 head x 8 values: 192 bytes a token in float32, 3072 a block of 16
@@ -43,6 +45,16 @@ def test_the_pool_is_bounded_by_free_memory_and_the_context_by_the_pool():
     assert resolved.limits.max_model_len == 7 * 16
     assert "70% of 30.7 kB free after loading, test" in resolved.kv_source
     assert "max_model_len is 112, not the model's 4096" in resolved.notes[0]
+
+
+@pytest.mark.parametrize(("original", "num_notes"), [(64, 1), (256, 0)])
+def test_longrope_says_that_short_sequences_are_turned_like_long_ones(original, num_notes):
+    block = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.1, "long_mscale": 1.3}
+    block |= {"rope_type": "longrope", "original_max_position_embeddings": original}
+    spec = read_config(CONFIGS["phimoe"] | {"rope_scaling": block}, name="config.json")
+    notes = EngineConfig.parse("m", {}).resolve(spec, NUMERICS, MACHINE).notes
+    assert len(notes) == num_notes
+    assert all("sequences of up to 64 tokens" in note for note in notes)
 
 
 def test_kv_bytes_as_asked():

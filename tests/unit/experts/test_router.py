@@ -106,7 +106,8 @@ def oracle(
         if gate.order == "topk_then_score":
             weight_K = score(weight_K)
         if gate.is_renormalised:
-            weight_K = weight_K / (weight_K.sum() + gate.renormalise_epsilon)
+            total = max(weight_K.sum() + gate.renormalise_epsilon, gate.renormalise_floor)
+            weight_K = weight_K / total
         ids.append(chosen)
         weights.append(weight_K * gate.scale)
     return np.array(ids), np.array(weights)
@@ -196,11 +197,12 @@ FLIPS: dict[str, dict[str, Any]] = {
     "renormalise_epsilon": {"renormalise_epsilon": 0.0},
     "has_input_norm": {"has_input_norm": False},
     "has_expert_scale": {"has_expert_scale": False},
+    "renormalise_floor": {"renormalise_floor": 4.5},
 }
 
 
 def test_every_field_of_the_gate_is_flipped_below() -> None:
-    assert set(FLIPS) == set(GateSpec.__dataclass_fields__)
+    assert set(FLIPS) | {"jitter"} == set(GateSpec.__dataclass_fields__), "sparsemixer's jitter has its own"
 
 
 @pytest.mark.parametrize("flip", FLIPS.values(), ids=FLIPS.keys())
@@ -212,6 +214,60 @@ def test_every_option_changes_something(flip: dict[str, Any]) -> None:
     after = make_router(replace(gate, **flip), 4, tensors)(tensors["x_TD"])
     has_moved = (before.experts_TK != after.experts_TK).any()
     assert has_moved or not torch.allclose(before.weights_TK, after.weights_TK, rtol=1e-3)
+
+
+SPARSEMIXER = GateSpec(score="sparsemixer", is_renormalised=False, jitter=0.2)
+
+
+def sparsemixer_oracle(logits_E: np.ndarray, jitter: float) -> dict[int, float]:
+    """The weights of the two chosen, in float64, one expert after the other."""
+    found: dict[int, float] = {}
+    for _ in range(2):
+        best = max((float(x), -i) for i, x in enumerate(logits_E) if i not in found)
+        near = {
+            i: float(x)
+            for i, x in enumerate(logits_E)
+            if i not in found and (best[0] - x) / max(abs(x), best[0]) <= 2 * jitter
+        }
+        found[-best[1]] = 1 / sum(np.exp(x - best[0]) for x in near.values())
+    return dict(sorted(found.items()))
+
+
+@pytest.mark.parametrize("shift", [0.0, -20.0])
+def test_sparsemixer_equals_the_oracle(shift: float) -> None:
+    tensors = random_tensors()
+    router = make_router(SPARSEMIXER, 2, tensors)
+    logits_TE = OPS.linear_float32(tensors["x_TD"], tensors["weight_ED"]) + shift
+    rows = [sparsemixer_oracle(logits_E, 0.2) for logits_E in logits_TE.double().numpy()]
+    expected = np.array([list(row) for row in rows]), np.array([list(row.values()) for row in rows])
+    check_against_oracle(router.route(logits_TE), expected)
+    assert (expected[1] < 1).any()
+    sharper = make_router(replace(SPARSEMIXER, jitter=0.1), 2, tensors).route(logits_TE)
+    assert not torch.equal(sharper.weights_TK, router.route(logits_TE).weights_TK)
+
+
+def test_sparsemixer_on_equals_on_rows_that_are_not_finite_and_on_none() -> None:
+    router = make_router(SPARSEMIXER, 2, random_tensors())
+    inf, nan = float("inf"), float("nan")
+    rows = [[0.0] * 32, [-1.0] * 32, [nan] * 32, [inf] * 32, [-inf] * 32, [inf] + [-inf] * 31]
+    routing = router.route(torch.tensor(rows))
+    assert routing.experts_TK[0].tolist() == routing.experts_TK[1].tolist() == [0, 1]
+    assert torch.allclose(routing.weights_TK[0], torch.tensor([1 / 32, 1 / 31]))
+    assert (routing.experts_TK.diff(dim=-1) > 0).all()
+    assert int(routing.experts_TK.max()) < NUM_EXPERTS
+    assert router.route(torch.zeros(0, NUM_EXPERTS)).experts_TK.shape == (0, 2)
+
+
+def test_sparsemixer_routes_a_token_alone_as_in_a_batch_and_takes_two() -> None:
+    tensors = random_tensors()
+    router = make_router(SPARSEMIXER, 2, tensors)
+    whole = router(tensors["x_TD"])
+    for t in range(0, NUM_TOKENS, 7):
+        alone = router(tensors["x_TD"][t : t + 1])
+        assert torch.equal(alone.experts_TK[0], whole.experts_TK[t])
+        assert torch.equal(alone.weights_TK[0], whole.weights_TK[t])
+    with pytest.raises(ConfigError, match="sparsemixer chooses 2 experts, and experts_per_token is 3"):
+        make_router(SPARSEMIXER, 3, tensors)
 
 
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES.keys())

@@ -65,7 +65,9 @@ def test_results_have_the_seam_dtype_or_float32() -> None:
         assert ops.bmm(x_TD[None], weight_FD.t()[None]).dtype == dtype
         assert ops.activation(x_TD, None, "silu").dtype == dtype
         assert ops.rms_norm(x_TD, weight_FD[0], 1e-6).dtype == dtype
+        assert ops.layer_norm(x_TD, weight_FD[0], weight_FD[1], 1e-6).dtype == dtype
         assert ops.logits(x_TD, weight_FD).dtype == torch.float32
+        assert ops.logits(x_TD, weight_FD, noise((8,), dtype)).dtype == torch.float32
         assert ops.linear_float32(x_TD, weight_FD).dtype == torch.float32
         assert ops.sigmoid(x_TD).dtype == torch.float32
         assert ops.softmax_float32(x_TD).dtype == torch.float32
@@ -88,6 +90,28 @@ def test_rms_norm_is_torchs() -> None:
     torch.testing.assert_close(heads, F.rms_norm(x_TD.view(7, 4, 24), (24,), weight_D[:24], 1e-5))
 
 
+def test_layer_norm_is_torchs_and_rounded_once() -> None:
+    x_TD, weight_D, bias_D = noise((7, 96)) + 3.0, noise((96,), seed=1), noise((96,), seed=2)
+    for bias in (bias_D, None):
+        expected = F.layer_norm(x_TD.double(), (96,), weight_D.double(), _double(bias), 1e-3)
+        torch.testing.assert_close(FLOAT32.layer_norm(x_TD, weight_D, bias, 1e-3), expected.float())
+    narrow = [value.bfloat16() for value in (x_TD, weight_D, bias_D)]
+    wide = FLOAT32.layer_norm(*(value.float() for value in narrow), 1e-3)  # type: ignore[arg-type]
+    assert torch.equal(BFLOAT16.layer_norm(*narrow, 1e-3), wide.bfloat16())  # type: ignore[arg-type]
+
+
+def _double(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.double()
+
+
+def test_a_bias_of_the_head_is_added_in_float32() -> None:
+    x_BD, weight_VD, bias_V = (
+        noise(shape, torch.bfloat16, seed=i) for i, shape in enumerate([(3, 64), (40, 64), (40,)])
+    )
+    expected = BFLOAT16.logits(x_BD, weight_VD) + bias_V.float()
+    assert torch.equal(BFLOAT16.logits(x_BD, weight_VD, bias_V), expected)
+
+
 @settings(max_examples=30)
 @given(
     num_rows=st.integers(1, 60),
@@ -101,6 +125,7 @@ def test_rows_of_every_op_follow_their_own_row_alone(
     ops, dtype = (FLOAT32, torch.float32) if is_wide else (BFLOAT16, torch.bfloat16)
     x_TD, weight_D = noise((90, width), dtype), noise((width,), dtype, seed=1)
     router_ED = noise((8, width), seed=2)
+    head_VD, bias_V = noise((40, width), dtype, seed=3), noise((40,), dtype, seed=4)
     cos_TC, sin_TC = noise((90, 4)), noise((90, 4), seed=1)
 
     def run(rows: slice) -> list[torch.Tensor]:
@@ -114,6 +139,9 @@ def test_rows_of_every_op_follow_their_own_row_alone(
             ops.sigmoid(scores),
             ops.rope(heads, cos_TC[rows], sin_TC[rows], True),
             ops.activation(normed, None, "gelu"),
+            ops.layer_norm(x_TD[rows], weight_D, None, 1e-6),
+            ops.layer_norm(x_TD[rows], weight_D, x_TD[0], 1e-6),
+            ops.logits(normed, head_VD, bias_V),
         ]
 
     rows = slice(start, start + num_rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,9 +23,8 @@ from paged import PagedModel, random_tokens
 from torch import Tensor
 
 from moesaic.errors import CheckpointError, ConfigError, HostMemoryShort, UnsupportedModelError
-from moesaic.models.build import LoadedModel, build, load, read_spec
+from moesaic.models.build import LoadedModel, load
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.spec.numerics import preset
 
 
 def logits_of(model: LoadedModel) -> Tensor:
@@ -109,15 +107,6 @@ def test_a_model_that_does_not_run_is_refused_by_name(tmp_path: Path) -> None:
         UnsupportedModelError, match=r"qwen3_next is not run by this build: .*Families that run: llama"
     ):
         load(tmp_path, num_threads=1)
-
-
-def test_a_field_that_the_decoder_ignores_is_refused(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, llama_config())
-    spec = replace(read_spec(folder), residual_scale=0.5)
-    with pytest.raises(
-        UnsupportedModelError, match=r"needs residual_scale = 0\.5, which the decoder does not"
-    ):
-        build(Checkpoint.open(folder), spec, preset("portable", dtype="float32"), num_threads=1)
 
 
 def test_memory_is_checked_before_anything_is_read(tmp_path: Path) -> None:

@@ -46,18 +46,27 @@ def test_known_families_are_read_exactly(name: str) -> None:
 
 
 def test_families_without_a_lack_are_the_runnable_ones() -> None:
-    assert {
-        "llama",
-        "mixtral",
-        "olmoe",
-        "qwen3_moe",
-        "deepseek_v3",
-        "gpt_oss",
-        "llama4",
-        "gemma4",
-    } == RUNNABLE
+    names = {
+        "llama", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe",
+        "glm4_moe_lite", "kimi_k25", "dots1", "minimax_m2", "ernie4_5_moe", "granitemoe", "phimoe", "gpt_oss",
+        "llama4", "gemma4",
+    }  # fmt: skip
+    assert names == RUNNABLE
     for row in FAMILIES.values():
         assert row.lacks is None or row.lacks.strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [
+        ("deepseek_v32", "a sparse-attention index is not run yet"),
+        ("glm_moe_dsa", "a sparse-attention index is not run yet"),
+        ("nemotron_h", "Mamba-2 mixers are not run yet"),
+        ("dbrx", "fused projections and experts of DBRX are not run yet"),
+    ],
+)
+def test_what_does_not_run_names_one_feature(name: str, feature: str) -> None:
+    assert read(CONFIGS[name]).runnable_reasons == (feature,)
 
 
 def test_cases_cover_the_table() -> None:
@@ -302,6 +311,33 @@ def test_part_of_a_head_is_rotated() -> None:
     assert rope_of(read(CONFIGS["glm4_moe"])).dim == 8
     assert rope_of(read(CONFIGS["glm4_moe"], partial_rotary_factor=1.0)).dim == 16
     assert rope_of(read(CONFIGS["minimax_m2"], rotary_dim=4)).dim == 4
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(("original", "scale"), [(64, 1.3), (256, 1.1)])
+def test_phimoe_scales_its_rope_by_the_factor_that_goes_with_the_positions(
+    original: int, scale: float
+) -> None:
+    block = {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}
+    spec = read(CONFIGS["phimoe"], rope_scaling={**block, "original_max_position_embeddings": original})
+    assert rope_of(spec).scaling.attention_factor == scale
+    assert spec.is_runnable
+    with pytest.raises(ConfigError, match="short_mscale is missing"):
+        read(CONFIGS["phimoe"], rope_scaling=LONGROPE)
+
+
+def test_what_phimoe_does_not_run_is_named() -> None:
+    linear = {"rope_type": "linear", "factor": 2.0, "short_mscale": 1.0, "long_mscale": 1.0}
+    spec = read(CONFIGS["phimoe"], rope_scaling=linear, num_experts_per_tok=3)
+    assert spec.runnable_reasons == (
+        "rope scaling linear under model_type phimoe is not run; longrope is",
+        "sparsemixer chooses two experts; num_experts_per_tok 3 is not run",
+    )
+    moe = read(CONFIGS["phimoe"]).layers[0].ffn
+    assert isinstance(moe, MoeSpec)
+    assert moe.gate.jitter == 0.01
 
 
 @pytest.mark.parametrize(
@@ -578,7 +614,10 @@ def test_every_shared_config_is_read(shared_data: Path) -> None:
         assert spec.is_runnable or spec.runnable_reasons
         if spec.is_runnable:
             runnable.add(spec.model_type)
-    assert runnable == {"qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "llama4"}
+    assert runnable == {
+        "qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "dots1",
+        "granitemoe", "gpt_oss", "llama4",
+    }  # fmt: skip
 
 
 def test_every_class_default_is_read(shared_data: Path) -> None:

@@ -52,9 +52,10 @@ class NativeOps(ReferenceOps):
         """x @ weight.T in float32 from widened operands."""
         return self._multiply(x_TD, weight_FD.float())
 
-    def logits(self, x_BD: Tensor, weight_VD: Tensor) -> Tensor:
-        """x @ weight.T as [B, V] float32, not rounded on the way."""
-        return self._multiply(x_BD, weight_VD, out=torch.float32)
+    def logits(self, x_BD: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+        """x @ weight.T (+ bias) as [B, V] float32, not rounded on the way."""
+        y_BV = self._multiply(x_BD, weight_VD, out=torch.float32)
+        return y_BV if bias_V is None else y_BV + bias_V
 
     def prove(
         self,

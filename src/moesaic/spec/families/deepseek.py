@@ -27,7 +27,8 @@ def read_deepseek_v2(source: Source) -> ModelSpec:
     The reference code of this family reads no `norm_topk_prob`, and rotates pairs of neighbours.
     """
     keys = source.keys
-    return _read(source, _softmax_gate(keys), read_mla(keys, is_interleaved=True))
+    mixer = read_mla(keys, is_interleaved=True)
+    return _read(source, _softmax_gate(keys), mixer, has_mlp_bias=keys.flag("mlp_bias"))
 
 
 def read_deepseek_v3(source: Source) -> ModelSpec:
@@ -158,6 +159,7 @@ def _read(
     gate: GateSpec,
     mixer: MlaSpec,
     *,
+    has_mlp_bias: bool = False,  # of dense layers and shared experts
     reasons: list[str] | None = None,
     mixers: list[MlaSpec] | None = None,
     index_from: list[int | None] | None = None,
@@ -167,9 +169,13 @@ def _read(
     halves = choose_ffn(
         sparse_after(keys, count),
         lambda: read_moe(
-            keys, hidden=hidden, gate=gate, shared=read_shared(keys), experts_key="n_routed_experts"
+            keys,
+            hidden=hidden,
+            gate=gate,
+            shared=read_shared(keys, has_bias=has_mlp_bias),
+            experts_key="n_routed_experts",
         ),
-        lambda: read_dense(keys),
+        lambda: read_dense(keys, has_bias=has_mlp_bias),
     )
     layers = [
         LayerSpec(

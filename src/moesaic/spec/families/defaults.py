@@ -126,7 +126,7 @@ _ERNIE4_5_MOE: Mapping[str, Any] = {
     "num_key_value_heads": 4, "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True, "use_bias": False, "moe_intermediate_size": 1536, "moe_k": 6,
     "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
-    "moe_layer_end_index": -1, "moe_layer_interval": 1, "rope_theta": 500000.0,
+    "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12, "rope_theta": 500000.0,
 }  # fmt: skip
 
 _MIXTRAL: Mapping[str, Any] = {
@@ -163,7 +163,7 @@ _PHIMOE: Mapping[str, Any] = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu",
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
     "tie_word_embeddings": False, "num_experts_per_tok": 2, "num_local_experts": 16,
-    "attention_bias": False, "lm_head_bias": False, "rope_theta": 1000000.0,
+    "attention_bias": False, "lm_head_bias": False, "rope_theta": 1000000.0, "router_jitter_noise": 0.01,
 }  # fmt: skip
 
 _LLAMA4: Mapping[str, Any] = {

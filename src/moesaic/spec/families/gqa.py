@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from moesaic.spec.families.keys import Keys
@@ -70,19 +71,50 @@ def read_granitemoe(source: Source) -> ModelSpec:
 
 
 def read_phimoe(source: Source) -> ModelSpec:
-    """Sparsemixer routing, layer norms with biases."""
+    """Sparsemixer routing, whose jitter also counts at inference; layer norms with biases."""
     keys = source.keys
     has_bias = keys.flag("attention_bias")
     window = keys.whole_or_none("sliding_window")
     mixer = _attention(keys, has_qkv_bias=has_bias, has_out_bias=has_bias, window=window)
-    moe = _moe(keys, GateSpec(score="sparsemixer", is_renormalised=False), experts_key="num_local_experts")
+    mixer, reasons = _phimoe_rope(keys, mixer), []
+    if (kind := _scaling_kind(mixer)) not in (None, "longrope"):
+        reasons.append(f"rope scaling {kind} under model_type phimoe is not run; longrope is")
+    jitter = keys.number("router_jitter_noise", low=0.0)
+    gate = GateSpec(score="sparsemixer", is_renormalised=False, jitter=jitter)
+    moe = _moe(keys, gate, experts_key="num_local_experts")
+    if moe.experts_per_token != 2:
+        reasons.append(
+            f"sparsemixer chooses two experts; num_experts_per_tok {moe.experts_per_token} is not run"
+        )
     return assemble(
         source,
         [LayerSpec(mixer=mixer, ffn=moe)] * num_layers(keys),
+        reasons=reasons,
         norm="layer",
         has_norm_bias=True,
         has_head_bias=keys.flag("lm_head_bias"),
     )
+
+
+def _phimoe_rope(keys: Keys, mixer: GqaSpec) -> GqaSpec:
+    """Attention whose cosines and sines are scaled by the config's own factors.
+
+    `long_mscale` goes with the long frequencies and `short_mscale` with the short ones, which the positions
+    served decide.
+    """
+    if mixer.rope is None or mixer.rope.scaling is None:
+        return mixer
+    scaling = mixer.rope.scaling
+    blocks = (keys.below("rope_scaling"), keys.below("rope_parameters"))
+    block = next(block for block in blocks if block is not None and block.config)
+    scales = {name: block.number(name, low=0.0) for name in ("short_mscale", "long_mscale")}
+    is_long = keys.whole("max_position_embeddings") > (scaling.original_max_position or 0)
+    scaling = replace(scaling, attention_factor=scales["long_mscale" if is_long else "short_mscale"])
+    return replace(mixer, rope=replace(mixer.rope, scaling=scaling))
+
+
+def _scaling_kind(mixer: GqaSpec) -> str | None:
+    return None if mixer.rope is None or mixer.rope.scaling is None else mixer.rope.scaling.kind
 
 
 def read_minimax_m2(source: Source) -> ModelSpec:

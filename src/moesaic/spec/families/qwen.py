@@ -22,7 +22,11 @@ _LINEAR = {"full_attention": "full", "attention": "full", "linear_attention": "l
 
 
 def read_qwen2_moe(source: Source) -> ModelSpec:
-    """Biased QKV, a shared expert behind a sigmoid gate, windows on layers that `layer_types` names."""
+    """Biased QKV, a shared expert behind a sigmoid gate, windows on layers that `layer_types` names.
+
+    A layer in `mlp_only_layers` is dense whatever `decoder_sparse_step` says, and `layer_types` comes before
+    `max_window_layers`.
+    """
     keys = source.keys
     hidden, count = keys.whole("hidden_size"), num_layers(keys)
     has_bias = keys.flag("qkv_bias")

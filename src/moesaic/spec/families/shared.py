@@ -92,7 +92,11 @@ def read_ernie4_5_moe(source: Source) -> ModelSpec:
         lambda: read_moe(
             keys,
             hidden=keys.whole("hidden_size"),
-            gate=GateSpec(score="softmax", has_selection_bias=True),
+            gate=GateSpec(
+                score="softmax",
+                has_selection_bias=True,
+                renormalise_floor=keys.number("moe_norm_min", low=0.0),
+            ),
             shared=shared,
             experts_key="moe_num_experts",
             chosen_key="moe_k",

@@ -1,0 +1,150 @@
+"""Tiny configs of further families, as changes of the common one in `checkpoints`. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+YARN = {
+    "type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4,
+    "beta_slow": 0.25,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.2,
+}
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0],
+    "short_mscale": 1.1,
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": 32,
+}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+_DEEPSEEK_MOE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+
+FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
+    # The middle layer dense; windows on the first; biases on queries, keys and values alone.
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "num_hidden_layers": 3,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "qkv_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "max_window_layers": 2,
+    },
+    "deepseek_v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        **_MLA,
+        **_DEEPSEEK_MOE,
+        "topk_method": "group_limited_greedy",
+        "rope_scaling": YARN,
+    },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        **_DEEPSEEK_MOE,
+        "head_dim": 32,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.5,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm4_moe_lite": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        **_MLA,
+        **_DEEPSEEK_MOE,
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+    },
+    # A window on all layers but the first.
+    "dots1": {
+        "architectures": ["Dots1ForCausalLM"],
+        "model_type": "dots1",
+        **_DEEPSEEK_MOE,
+        "norm_topk_prob": True,
+        "sliding_window": 24,
+        "max_window_layers": 1,
+    },
+    "minimax_m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "model_type": "minimax_m2",
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+    },
+    "ernie4_5_moe": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "model_type": "ernie4_5_moe",
+        "num_hidden_layers": 3,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "use_bias": True,
+    },
+    "granitemoe": {
+        "architectures": ["GraniteMoeForCausalLM"],
+        "model_type": "granitemoe",
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.17,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 1.5,
+    },
+    "phimoe": {
+        "architectures": ["PhimoeForCausalLM"],
+        "model_type": "phimoe",
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "router_jitter_noise": 0.3,
+        "sliding_window": 24,
+        "rope_scaling": LONGROPE,
+    },
+}
