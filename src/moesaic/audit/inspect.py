@@ -16,12 +16,12 @@ from moesaic.account.params import count_params, mtp_params
 from moesaic.account.traffic import BalancePoint, StepTraffic, balance_point, sparsity, step_traffic
 from moesaic.errors import CheckpointError
 from moesaic.spec.families import read_config
+from moesaic.spec.folder import INDEX_FILE, missing_files
 from moesaic.spec.hardware import Machine, machine
-from moesaic.spec.locate import Located, locate, read_json_object
+from moesaic.spec.locate import Located, locate
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.safetensors import read_header
 
-INDEX_FILE = "model.safetensors.index.json"
 CONTEXT_LEN = 1024
 """Tokens of context that the per-token operations and a step's KV are shown for."""
 
@@ -99,16 +99,20 @@ class Inspection:
 
 
 def inspect(
-    name_or_path: str, *, batch: int | None = None, machines: Sequence[str] = ("h100",)
+    name_or_path: str,
+    *,
+    hub: Path | None = None,
+    batch: int | None = None,
+    machines: Sequence[str] = ("h100",),
 ) -> Inspection:
-    """Look at a folder, a config file or a preset.
+    """Look at a folder, a config file, a repository in the Hugging Face cache `hub`, or a preset.
 
     Raises: ConfigError for a name, a config or a machine that is wrong; CheckpointError for damaged weight
     files, and
             for experts in the weights of a model whose config is dense.
     """
     views = [machine(name) for name in machines]
-    located = locate(name_or_path)
+    located = locate(name_or_path, hub=hub)
     spec = read_config(located.config, name=_file_name(located))
     checkpoint, notes = _look_at_files(located, spec)
     return _collect(located, spec, batch, views, checkpoint, notes)
@@ -188,7 +192,7 @@ def _look_at_files(located: Located, spec: ModelSpec) -> tuple[CheckpointView | 
     if located.kind != "folder" or located.path is None:
         return None, ()
     paths = sorted(located.path.glob("*.safetensors"))
-    missing = _missing_files(located.path)
+    missing = missing_files(located.path)
     notes = []
     if missing:
         notes.append(f"{INDEX_FILE} names {len(missing)} files that are not there: {', '.join(missing[:3])}")
@@ -216,16 +220,6 @@ def _look_at_files(located: Located, spec: ModelSpec) -> tuple[CheckpointView | 
     if is_plain and not missing and not spec.other_params and view.num_items < expected:
         notes.append(f"the weight files hold {view.num_items} numbers, the config describes {expected}")
     return view, tuple(notes)
-
-
-def _missing_files(folder: Path) -> tuple[str, ...]:
-    index = folder / INDEX_FILE
-    if not index.exists():
-        return ()
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map must be a JSON object of file names")
-    return tuple(sorted(name for name in set(weight_map.values()) if not (folder / name).exists()))
 
 
 def dump_json(inspection: Inspection) -> str:
