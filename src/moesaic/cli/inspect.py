@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from moesaic.audit.inspect import Inspection, MachineView, dump_json, inspect
+from moesaic.engine.config import read_hub_cache
 from moesaic.units import format_bytes, format_count
 
 
 def inspect_command(
     model: Annotated[
-        str, typer.Argument(help="A model folder, a config.json, or a preset such as deepseek-v3.")
+        str, typer.Argument(help="A model folder, config.json, cached ORG/NAME, or a preset: deepseek-v3.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     batch: Annotated[
@@ -25,7 +26,7 @@ def inspect_command(
     ] = None,
 ) -> None:
     """Say what a model is: layers, experts, parameters, bytes, and whether this engine runs it."""
-    found = inspect(model, batch=batch, machines=machines or ["h100"])
+    found = inspect(model, hub=read_hub_cache(), batch=batch, machines=machines or ["h100"])
     typer.echo(dump_json(found) if as_json else render(found))
 
 
