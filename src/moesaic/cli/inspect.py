@@ -13,7 +13,10 @@ from moesaic.units import format_bytes, format_count
 
 def inspect_command(
     model: Annotated[
-        str, typer.Argument(help="A model folder, config.json, cached ORG/NAME, or a preset: deepseek-v3.")
+        str,
+        typer.Argument(
+            help="A model folder, config.json, GGUF file, cached ORG/NAME, or a preset: deepseek-v3."
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     batch: Annotated[
@@ -78,6 +81,8 @@ def render(found: Inspection) -> str:
         lines.append(
             _row("files", f"{files.num_files}, {format_bytes(files.file_bytes)}, {files.num_tensors} tensors")
         )
+    for kind, size in found.bytes_by_tensor_type.items():
+        lines.append(f"    {kind:<26}  {format_bytes(size):>8}")
     lines += [_row("note", note) for note in found.notes]
     if found.runnable:
         lines.append(_row("runs", "yes"))
