@@ -41,7 +41,7 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
         "bfloat16": Tolerance(row_error=None, eps=2.0**-8, far_rows=0.05, logits=None, ratio=1.5),
     }
 )
-"""Source: measured with this verb on two CPUs' worth of models: see docs/units-and-sources.md."""
+"""Source: measured with this verb; docs/units-and-sources.md has the figures."""
 
 FAR = 8.0  # times transformers' median error: rows beyond it took another expert, or are wrong
 FLOOR = 1e-3  # bfloat16: medians below it are rounding of a value that hardly changes
