@@ -53,9 +53,9 @@ def models_page() -> str:
     lines = [
         NOTE + "# Models",
         "",
-        "`moesaic inspect` reads every config below exactly, and any other by the usual keys. A family that runs",
-        f"has the logits and greedy tokens of `{oracle}` (`tests/numerics`); `moesaic verify` checks a",
-        "checkpoint of yours in the same way. The table is `src/moesaic/spec/families/table.py`.",
+        "`moesaic inspect` reads every config below exactly, and any other by the usual keys. A family that",
+        f"runs has the logits and greedy tokens of `{oracle}` (`tests/numerics`); `moesaic verify`",
+        "checks a checkpoint of yours in the same way. The table is `src/moesaic/spec/families/table.py`.",
         "",
         "| model_type | runs | as | what is missing |",
         "|---|---|---|---|",
@@ -83,8 +83,10 @@ def models_page() -> str:
         "",
         "## GGUF",
         "",
-        "`moesaic inspect FILE.gguf` reads the metadata of any; weights in GGUF are not run yet. The sizes of these",
-        f"architectures come out as in the original config: {', '.join(f'`{arch}`' for arch in sorted(EXACT))}.",
+        "`moesaic inspect FILE.gguf` reads the metadata of any; weights in GGUF are not run yet. The sizes",
+        "of these architectures come out as in the original config: "
+        + ", ".join(f"`{arch}`" for arch in sorted(EXACT))
+        + ".",
     ]
     return "\n".join(lines) + "\n"
 

@@ -24,7 +24,7 @@ def explain_no_config(folder: Path) -> str:
     """The message for a folder without config.json."""
     start = f"model folder {folder} has no config.json"
     if (folder / "adapter_config.json").is_file():
-        return f"{start}: it {_adapter(folder)}"
+        return f"{start}: it {explain_adapter(folder)}"
     if (folder / "model_index.json").is_file():
         return f"{start} but a model_index.json: it is a diffusers pipeline; give a language model"
     if (folder / "snapshots").is_dir() and folder.name.startswith("models--"):
@@ -57,7 +57,7 @@ def check_runnable(folder: Path, config: Mapping[str, Any], spec: ModelSpec) -> 
     Raises: CheckpointError or UnsupportedModelError that says what was found, the rule, and what to do.
     """
     if (folder / "adapter_config.json").is_file():
-        raise CheckpointError(f"{folder} {_adapter(folder)}")
+        raise CheckpointError(f"{folder} {explain_adapter(folder)}")
     if _is_sentence_transformer(folder):
         raise UnsupportedModelError(f"{folder} {_SENTENCES}")
     if config.get("auto_map") and spec.reader == "generic":
@@ -79,16 +79,21 @@ def check_runnable(folder: Path, config: Mapping[str, Any], spec: ModelSpec) -> 
         )
     pickles = pickle_names(folder)
     if pickles and not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{folder} holds its weights as pickle ({', '.join(pickles[:3])}), which can run code when "
-            "opened and is never read; convert it with transformers: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
-        )
+        raise CheckpointError(explain_pickles(folder, pickles))
 
 
 def pickle_names(folder: Path) -> list[str]:
     """Weight files in Python's pickle format."""
     return sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+
+
+def explain_pickles(folder: Path, names: list[str]) -> str:
+    """The message for a folder whose weights are pickles."""
+    return (
+        f"{folder} holds its weights as pickle ({', '.join(names[:3])}), which can run code when opened and "
+        "is never read; convert it with transformers: "
+        "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
+    )
 
 
 def missing_files(folder: Path) -> tuple[str, ...]:
@@ -123,7 +128,8 @@ def _is_sentence_transformer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("modules.json", "config_sentence_transformers.json"))
 
 
-def _adapter(folder: Path) -> str:
+def explain_adapter(folder: Path) -> str:
+    """The rest of a message that begins with the folder."""
     base = ""
     try:
         content = json.loads((folder / "adapter_config.json").read_bytes())
