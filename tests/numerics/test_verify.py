@@ -64,7 +64,13 @@ def run_verify(folder: Path, reference: Path | None = None, **options: Any) -> V
     return verify.verify(locate(str(folder)), reference=other, **options)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in ("olmoe", "deepseek_v3") else pytest.param(family, marks=pytest.mark.long)
+        for family in CONFIGS
+    ],
+)
 @pytest.mark.usefixtures("without_matrix")
 def test_families_agree_in_both_dtypes(tmp_path: Path, family: str) -> None:
     folder = write_checkpoint(tmp_path, CONFIGS[family](), dtype=torch.bfloat16)
@@ -147,6 +153,7 @@ def test_whole_report(tmp_path: Path) -> None:
     assert "every check passed" in text
 
 
+@pytest.mark.usefixtures("without_matrix")
 def test_without_transformers_the_rest_is_still_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,10 +164,11 @@ def test_without_transformers_the_rest_is_still_checked(
         None
     ] * 3
     assert data["ok"]
-    assert data["batch_invariant"]
+    assert data["negative_control_caught"]
     assert "pip install 'transformers" in render(found)
 
 
+@pytest.mark.usefixtures("without_matrix")
 def test_what_transformers_cannot_run_is_no_failure_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from gguf_files import from_config, gguf_bytes, metadata_of, write_gguf
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesaic.account.memory import kv_footprint
@@ -191,6 +191,7 @@ def test_a_file_cut_anywhere_is_an_error(tmp_path: Path) -> None:
 SOUND = gguf_bytes(metadata_of("qwen3moe", TINY | {"x": [1, 2, 3]}) | {"t": ["a", "b"]}, TENSORS)
 
 
+@settings(max_examples=60)
 @given(st.data())
 def test_damaged_files_are_errors_or_readings(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     changed = bytearray(SOUND[: SOUND.rindex(b"ffn_gate_inp") + 100])
