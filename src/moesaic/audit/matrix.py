@@ -24,6 +24,8 @@ from moesaic.sched.request import Request, RequestEvent, SamplingParams
 
 NUM_TOKENS = 6  # of each answer
 MAX_PROMPT = 64  # tokens of each prompt: four full blocks, so that prefixes are found again
+MAX_REQUESTS = 4
+LONG_PROMPT = 40
 CHUNK_TOKENS = 7  # a step of the chunked cell: no divisor of a block
 ALONE_AT_ONCE = 512
 
@@ -56,6 +58,7 @@ def run_matrix(
     model: LoadedModel, prompts: Sequence[Sequence[int]], say: Callable[[str], None]
 ) -> list[Cell]:
     """Every cell against the requests computed alone."""
+    prompts = _few(prompts, model.spec.vocab)
     requests = _requests(prompts)
     say("matrix: alone")
     alone = _alone(model, requests)
@@ -75,7 +78,7 @@ def run_matrix(
 
 def negative_control(model: LoadedModel, prompts: Sequence[Sequence[int]]) -> bool:
     """Whether the matrix notices sums whose order depends on how many rows are computed together."""
-    requests = _requests(prompts)
+    requests = _requests(_few(prompts, model.spec.vocab)[-2:])
     with row_dependent_sums(model.ops):
         alone = _alone(model, requests)
         return any(
@@ -165,6 +168,14 @@ def answer(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
     if failures:
         raise MoesaicError(f"the engine failed on a prompt of verify: {failures[0]}")
     return answers
+
+
+def _few(prompts: Sequence[Sequence[int]], vocab: int) -> list[Sequence[int]]:
+    """Two to five prompts, one of them longer than two blocks, so that every cell can be brought about."""
+    few = list(prompts[:MAX_REQUESTS])
+    if len(few) < 2 or max(len(prompt) for prompt in few) < LONG_PROMPT:
+        few.append([i * 31 % vocab for i in range(LONG_PROMPT)])
+    return few
 
 
 def _requests(prompts: Sequence[Sequence[int]], *, num_tokens: int = NUM_TOKENS) -> list[Request]:
