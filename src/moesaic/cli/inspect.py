@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moesaic.audit.inspect import Inspection, MachineView, dump_json, inspect
-from moesaic.engine.config import read_hub_cache
+from moesaic.spec.hub import parse_repo
 from moesaic.units import format_bytes, format_count
 
 
@@ -29,8 +30,17 @@ def inspect_command(
     ] = None,
 ) -> None:
     """Say what a model is: layers, experts, parameters, bytes, and whether this engine runs it."""
-    found = inspect(model, hub=read_hub_cache(), batch=batch, machines=machines or ["h100"])
+    found = inspect(model, hub=_hub(model), batch=batch, machines=machines or ["h100"])
     typer.echo(dump_json(found) if as_json else render(found))
+
+
+def _hub(model: str) -> Path | None:
+    """The Hugging Face cache, for names that may be in it; where that is takes long to import."""
+    if parse_repo(model) is None:
+        return None
+    from moesaic.engine.config import read_hub_cache
+
+    return read_hub_cache()
 
 
 def render(found: Inspection) -> str:
