@@ -33,7 +33,7 @@ VERBS = (
     Verb(
         "verify",
         "moesaic.cli.verify:verify_command",
-        "Check a model against transformers, layer by layer, and in batches.",
+        "Check a model against transformers, alone and in batches.",
     ),
     Verb("bench", "moesaic.cli.bench:app", "Measure throughput and latency, in process or against a server."),
     Verb("simulate", "moesaic.cli.simulate:app", "Study a mechanism on made-up traffic, without a model."),

@@ -35,7 +35,7 @@ def verify_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check a model against transformers, layer by layer, and in batches."""
+    """Check a model against transformers, alone and in batches."""
     hub = read_hub_cache()
     found = verify(
         locate(model, hub=hub),
