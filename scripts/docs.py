@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +40,58 @@ def metrics_page() -> str:
     return NOTE + "\n".join(head + rows + spans) + "\n"
 
 
-PAGES = {"docs/cli.md": cli_page, "docs/metrics.md": metrics_page}
+def models_page() -> str:
+    """Every family that is read, whether it runs, and every preset."""
+    from moesaic.account.params import count_params
+    from moesaic.interop.gguf_config import EXACT
+    from moesaic.spec.families import FAMILIES, read_config
+    from moesaic.spec.locate import preset, preset_names
+    from moesaic.units import format_count
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    oracle = next(one for one in extras["test"] if one.startswith("transformers"))
+    lines = [
+        NOTE + "# Models",
+        "",
+        "`moesaic inspect` reads every config below exactly, and any other by the usual keys. A family that",
+        f"runs has the logits and greedy tokens of `{oracle}` (`tests/numerics`); `moesaic verify`",
+        "checks a checkpoint of yours in the same way. The table is `src/moesaic/spec/families/table.py`.",
+        "",
+        "| model_type | runs | as | what is missing |",
+        "|---|---|---|---|",
+    ]
+    for model_type, row in sorted(FAMILIES.items(), key=lambda item: (item[1].lacks is not None, item[0])):
+        runs = "no" if row.lacks else "yes"
+        lines.append(f"| `{model_type}` | {runs} | `{row.family}` | {row.lacks or '-'} |")
+    lines += [
+        "",
+        "## Presets",
+        "",
+        "Configs that come with moesaic: `moesaic inspect NAME` counts them without a download. Repository",
+        "names, with or without the owner, stand for them too.",
+        "",
+        "| preset | model_type | parameters | per token | runs, or what is missing |",
+        "|---|---|---|---|---|",
+    ]
+    for name in sorted(set(preset_names().values())):
+        spec = read_config(preset(name).config, name=name)
+        params = count_params(spec)
+        counts = f"{format_count(params.num_total)} | {format_count(params.num_active)}"
+        reasons = "; ".join(spec.runnable_reasons) or "yes"
+        lines.append(f"| `{name}` | `{spec.model_type}` | {counts} | {reasons} |")
+    lines += [
+        "",
+        "## GGUF",
+        "",
+        "`moesaic inspect FILE.gguf` reads the metadata of any; weights in GGUF are not run yet. The sizes",
+        "of these architectures come out as in the original config: "
+        + ", ".join(f"`{arch}`" for arch in sorted(EXACT))
+        + ".",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {"docs/cli.md": cli_page, "docs/metrics.md": metrics_page, "docs/models.md": models_page}
 
 
 def main() -> int:

@@ -15,13 +15,15 @@ from moesaic.account.memory import devices_for_weights, expert_bytes, kv_footpri
 from moesaic.account.params import count_params, mtp_params
 from moesaic.account.traffic import BalancePoint, StepTraffic, balance_point, sparsity, step_traffic
 from moesaic.errors import CheckpointError
+from moesaic.interop.gguf import Gguf, is_gguf, read_gguf
+from moesaic.interop.gguf_config import component_bytes, read_spec, type_bytes
 from moesaic.spec.families import read_config
+from moesaic.spec.folder import INDEX_FILE, missing_files
 from moesaic.spec.hardware import Machine, machine
-from moesaic.spec.locate import Located, locate, read_json_object
+from moesaic.spec.locate import Located, locate
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.safetensors import read_header
 
-INDEX_FILE = "model.safetensors.index.json"
 CONTEXT_LEN = 1024
 """Tokens of context that the per-token operations and a step's KV are shown for."""
 
@@ -54,7 +56,7 @@ class Inspection:
     """Everything `moesaic inspect` says. Scalars over layers are the maximum; lists stand beside them."""
 
     name: str
-    kind: Literal["folder", "config_file", "preset"]
+    kind: Literal["folder", "config_file", "preset", "gguf"]
     model_type: str
     family: str
     reader: Literal["exact", "generic"]
@@ -91,6 +93,7 @@ class Inspection:
     machines: tuple[MachineView, ...]
     step: StepTraffic | None
     checkpoint: CheckpointView | None
+    bytes_by_tensor_type: Mapping[str, int]  # of a GGUF file; empty for all else
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -99,23 +102,55 @@ class Inspection:
 
 
 def inspect(
-    name_or_path: str, *, batch: int | None = None, machines: Sequence[str] = ("h100",)
+    name_or_path: str,
+    *,
+    hub: Path | None = None,
+    batch: int | None = None,
+    machines: Sequence[str] = ("h100",),
 ) -> Inspection:
-    """Look at a folder, a config file or a preset.
+    """Look at a folder, a config file, a GGUF file, a repository in the Hugging Face cache, or a preset.
 
     Raises: ConfigError for a name, a config or a machine that is wrong; CheckpointError for damaged weight
     files, and
             for experts in the weights of a model whose config is dense.
     """
     views = [machine(name) for name in machines]
-    located = locate(name_or_path)
+    path = Path(name_or_path).expanduser() if name_or_path else Path()
+    if is_gguf(path):
+        return _inspect_gguf(read_gguf(path), batch, views)
+    located = locate(name_or_path, hub=hub)
     spec = read_config(located.config, name=_file_name(located))
     checkpoint, notes = _look_at_files(located, spec)
-    return _collect(located, spec, batch, views, checkpoint, notes)
+    return _collect(located.name, located.kind, spec, batch, views, checkpoint, notes)
+
+
+def _inspect_gguf(file: Gguf, batch: int | None, views: Sequence[Machine]) -> Inspection:
+    """Counts from the metadata, bytes from the tensors themselves."""
+    spec = read_spec(file)
+    view = CheckpointView(
+        num_files=len(file.files),
+        file_bytes=file.file_bytes,
+        num_tensors=len(file.tensors),
+        num_items=sum(tensor.num_items for tensor in file.tensors),
+        missing_files=file.missing,
+    )
+    notes = [f"{len(file.missing)} parts are missing: {', '.join(file.missing[:3])}"] if file.missing else []
+    expected = count_params(spec).num_total
+    if not file.missing and view.num_items < expected:
+        notes.append(f"the tensors hold {view.num_items} numbers, the metadata describes {expected}")
+    found = _collect(str(file.path), "gguf", spec, batch, views, view, tuple(notes))
+    sizes = component_bytes(file.tensors)
+    return dataclasses.replace(
+        found,
+        weight_bytes=sum(sizes.values()),
+        weight_bytes_by_component={str(name): size for name, size in sizes.items()},
+        bytes_by_tensor_type=dict(type_bytes(file.tensors)),
+    )
 
 
 def _collect(
-    located: Located,
+    name: str,
+    kind: Literal["folder", "config_file", "preset", "gguf"],
     spec: ModelSpec,
     batch: int | None,
     views: Sequence[Machine],
@@ -127,8 +162,8 @@ def _collect(
     blobs = tuple(expert_bytes(spec, moe) for moe in moes)
     total = sum(sizes.values())
     return Inspection(
-        name=located.name,
-        kind=located.kind,
+        name=name,
+        kind=kind,
         model_type=spec.model_type,
         family=spec.family,
         reader=spec.reader,
@@ -173,6 +208,7 @@ def _collect(
         ),
         step=None if batch is None else step_traffic(spec, batch, CONTEXT_LEN),
         checkpoint=checkpoint,
+        bytes_by_tensor_type={},
         notes=notes,
     )
 
@@ -188,7 +224,7 @@ def _look_at_files(located: Located, spec: ModelSpec) -> tuple[CheckpointView | 
     if located.kind != "folder" or located.path is None:
         return None, ()
     paths = sorted(located.path.glob("*.safetensors"))
-    missing = _missing_files(located.path)
+    missing = missing_files(located.path)
     notes = []
     if missing:
         notes.append(f"{INDEX_FILE} names {len(missing)} files that are not there: {', '.join(missing[:3])}")
@@ -216,16 +252,6 @@ def _look_at_files(located: Located, spec: ModelSpec) -> tuple[CheckpointView | 
     if is_plain and not missing and not spec.other_params and view.num_items < expected:
         notes.append(f"the weight files hold {view.num_items} numbers, the config describes {expected}")
     return view, tuple(notes)
-
-
-def _missing_files(folder: Path) -> tuple[str, ...]:
-    index = folder / INDEX_FILE
-    if not index.exists():
-        return ()
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map must be a JSON object of file names")
-    return tuple(sorted(name for name in set(weight_map.values()) if not (folder / name).exists()))
 
 
 def dump_json(inspection: Inspection) -> str:

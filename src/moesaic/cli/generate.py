@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moesaic.cli.options import ENGINE_DEFAULTS, DtypeName, IgnoreEos, Model, NumericsName, Threads
+from moesaic.engine.config import read_hub_cache
 from moesaic.errors import ConfigError
 from moesaic.spec.locate import locate
 from moesaic.text.defaults import SamplingDefaults
@@ -50,7 +51,7 @@ def generate_command(
 ) -> None:
     """Continue a prompt on the terminal."""
     stated = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    folder = locate(model).weights_folder()
+    folder = locate(model, hub=read_hub_cache()).weights_folder()
     sampling = SamplingDefaults.load(folder).params(
         **{name: value for name, value in stated.items() if value is not None},
         seed=seed,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moesaic.audit.inspect import Inspection, MachineView, dump_json, inspect
+from moesaic.spec.hub import parse_repo
 from moesaic.units import format_bytes, format_count
 
 
 def inspect_command(
     model: Annotated[
-        str, typer.Argument(help="A model folder, a config.json, or a preset such as deepseek-v3.")
+        str,
+        typer.Argument(
+            help="A model folder, config.json, GGUF file, cached ORG/NAME, or a preset: deepseek-v3."
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     batch: Annotated[
@@ -25,8 +30,17 @@ def inspect_command(
     ] = None,
 ) -> None:
     """Say what a model is: layers, experts, parameters, bytes, and whether this engine runs it."""
-    found = inspect(model, batch=batch, machines=machines or ["h100"])
+    found = inspect(model, hub=_hub(model), batch=batch, machines=machines or ["h100"])
     typer.echo(dump_json(found) if as_json else render(found))
+
+
+def _hub(model: str) -> Path | None:
+    """The Hugging Face cache, for names that may be in it; where that is takes long to import."""
+    if parse_repo(model) is None:
+        return None
+    from moesaic.engine.config import read_hub_cache
+
+    return read_hub_cache()
 
 
 def render(found: Inspection) -> str:
@@ -77,6 +91,8 @@ def render(found: Inspection) -> str:
         lines.append(
             _row("files", f"{files.num_files}, {format_bytes(files.file_bytes)}, {files.num_tensors} tensors")
         )
+    for kind, size in found.bytes_by_tensor_type.items():
+        lines.append(f"    {kind:<26}  {format_bytes(size):>8}")
     lines += [_row("note", note) for note in found.notes]
     if found.runnable:
         lines.append(_row("runs", "yes"))

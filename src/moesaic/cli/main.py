@@ -30,6 +30,11 @@ VERBS = (
         "moesaic.cli.inspect:inspect_command",
         "Say what a model is: layers, experts, bytes, what runs.",
     ),
+    Verb(
+        "verify",
+        "moesaic.cli.verify:verify_command",
+        "Check a model against transformers, alone and in batches.",
+    ),
     Verb("bench", "moesaic.cli.bench:app", "Measure throughput and latency, in process or against a server."),
     Verb("simulate", "moesaic.cli.simulate:app", "Study a mechanism on made-up traffic, without a model."),
 )

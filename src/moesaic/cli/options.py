@@ -9,7 +9,7 @@ import typer
 
 from moesaic.engine.config import EngineConfig
 
-Model = Annotated[str, typer.Argument(help="A model folder, or demo for the packaged model.")]
+Model = Annotated[str, typer.Argument(help="A model folder, a cached ORG/NAME, or demo.")]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Requests computed in one step.")]
 KvBytes = Annotated[
     str | None, typer.Option(help="Size of the KV pool, as in 512MiB [default: from free memory].")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,7 +20,7 @@ from moesaic.cli.options import (
     Threads,
     defaults_of,
 )
-from moesaic.engine.config import EngineConfig, read_environment
+from moesaic.engine.config import EngineConfig, read_environment, read_hub_cache
 from moesaic.errors import ConfigError
 from moesaic.server.settings import ServerSettings
 from moesaic.spec.families import read_config
@@ -78,10 +77,10 @@ def serve_command(
     _configure_log(log_style)
     if generation_config not in ("auto", "none"):
         raise ConfigError(f"--generation-config must be auto or none, got {generation_config!r}")
-    located = locate(model)
+    located = locate(model, hub=read_hub_cache())
     folder = located.weights_folder()
     settings = ServerSettings(
-        model_name=served_model_name if served_model_name is not None else _name_of(located, folder),
+        model_name=served_model_name if served_model_name is not None else located.short_name,
         api_key=api_key if api_key is not None else read_environment().api_key,
         cors_origins=tuple(cors or ()),
         # More could never all be queued, and would be told to come again for ever.
@@ -176,10 +175,6 @@ def _configure_log(style: str | None) -> None:
         other.handlers[:] = logging.getLogger("moesaic").handlers
         other.setLevel(logging.WARNING)
         other.propagate = False
-
-
-def _name_of(located: Located, folder: Path) -> str:
-    return "demo" if located.name == "demo" else folder.resolve().name
 
 
 def _progress() -> Callable[[int, int], None]:

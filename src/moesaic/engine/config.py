@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from moesaic.engine.machine import Machine
@@ -16,6 +18,7 @@ from moesaic.errors import CapacityError, ConfigError, nearest
 from moesaic.sched.capacity import pool_sizes, useful_bytes
 from moesaic.sched.ledger import CacheGroup, cache_groups
 from moesaic.sched.scheduler import Limits
+from moesaic.spec.hub import hub_cache
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import DTYPE_BYTES, PRESETS, DType, Numerics, Preset
 from moesaic.units import format_bytes, parse_bytes
@@ -284,6 +287,22 @@ VARIABLES: tuple[Variable, ...] = (
         name="MOESAIC_DATA", field=None, parse=str, help="folder of test data; read by the test suite only"
     ),
 )
+
+HUB_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {
+        "HF_HUB_CACHE": "the Hugging Face cache folder itself",
+        "HUGGINGFACE_HUB_CACHE": "the same, by its older name",
+        "HF_HOME": "the folder that holds hub/, the cache",
+        "XDG_CACHE_HOME": "the folder that holds huggingface/hub/, the cache; default: ~/.cache",
+    }
+)
+"""Hugging Face's own variables, the first one that is set counts: where downloaded models are looked for."""
+
+
+def read_hub_cache(environ: Mapping[str, str] | None = None) -> Path:
+    """The local Hugging Face cache."""
+    source = os.environ if environ is None else environ
+    return hub_cache({name: source[name] for name in HUB_VARIABLES if name in source})
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:

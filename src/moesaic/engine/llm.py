@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
 
-from moesaic.engine.config import EngineConfig
+from moesaic.engine.config import EngineConfig, read_hub_cache
 from moesaic.engine.launch import start_engine
 from moesaic.engine.loop import Engine
 from moesaic.engine.philox import sibling_seed
@@ -42,13 +42,13 @@ class LLM:
     def __init__(
         self, path: str | Path, *, progress: Callable[[int, int], None] | None = None, **options: Any
     ) -> None:
-        """Load a checkpoint folder, or `"demo"`; `options` are the fields of `EngineConfig`.
+        """Load a folder, a cached ORG/NAME, or `"demo"`; `options` are the fields of `EngineConfig`.
 
         A folder without tokenizer.json takes token ids and gives token ids.
 
         Raises: ConfigError for the path, and naming the nearest option; what `start_engine` raises.
         """
-        folder = locate(str(path)).weights_folder()
+        folder = locate(str(path), hub=read_hub_cache()).weights_folder()
         config = EngineConfig.parse(str(folder), options)
         self.defaults = SamplingDefaults.load(folder)
         has_tokenizer = (folder / "tokenizer.json").is_file()

@@ -21,14 +21,13 @@ from torch import Tensor
 
 from moesaic.errors import CheckpointError, nearest
 from moesaic.hashing import digest
+from moesaic.spec.folder import INDEX_FILE, explain_adapter, explain_pickles, pickle_names
 from moesaic.spec.safetensors import StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 )
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
 class Checkpoint:
@@ -193,11 +192,7 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, str] | None]:
             "(`hf download NAME --local-dir FOLDER`)"
         )
     if (folder / "adapter_config.json").exists():
-        raise CheckpointError(
-            f"{folder} holds an adapter (adapter_config.json), not a whole model; merge it into its base "
-            "model first (peft: merge_and_unload) or, if the weights are merged already, remove the "
-            "adapter's files"
-        )
+        raise CheckpointError(f"{folder} {explain_adapter(folder)}")
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if index.exists():
         placed = _read_index(index)
@@ -226,13 +221,8 @@ def _no_safetensors(folder: Path) -> str:
         return (
             f"{folder} holds {', '.join(found[:3])} but neither {SINGLE_FILE} nor {INDEX_FILE}; add the index"
         )
-    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
-    if pickles:
-        return (
-            f"{folder} holds its weights as pickle ({', '.join(pickles[:3])}), which can run code when "
-            "opened and is never read; convert it with transformers: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
-        )
+    if pickles := pickle_names(folder):
+        return explain_pickles(folder, pickles)
     names = sorted(file.name for file in folder.iterdir())
     return (
         f"{folder} holds no safetensors files (it has: {', '.join(names[:6]) or 'nothing'}); "

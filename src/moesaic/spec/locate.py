@@ -1,15 +1,27 @@
-"""From a name or a path to a config: a model folder, a config file, or a preset of a well-known model."""
+"""From a name or a path to a config, in this order: a file or folder that exists, the packaged demo, a
+repository in the local Hugging Face cache, a preset of a well-known model. Never the network.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from moesaic.errors import ConfigError, nearest
+from moesaic.errors import CheckpointError, ConfigError, nearest
+from moesaic.spec.families import read_config
+from moesaic.spec.folder import (
+    check_pointer,
+    check_runnable,
+    explain_no_config,
+    missing_files,
+    pickle_names,
+    refuse_gguf,
+)
+from moesaic.spec.hub import RepoName, explain_absent, explain_incomplete, find_snapshot, parse_repo
 
 PRESET_FOLDER = Path(__file__).parent / "presets"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
@@ -27,22 +39,41 @@ class Located:
     name: str  # what messages call it
     path: Path | None
     config: Mapping[str, Any]
+    repo: RepoName | None = None  # of a folder in the Hugging Face cache
+    absent: str | None = None  # of a preset: where its weights were looked for
+
+    @property
+    def short_name(self) -> str:
+        """What clients may call it: the repository, or the folder's own name."""
+        if self.repo is not None:
+            return self.repo.repo
+        return self.name if self.path is None or self.name == "demo" else self.path.resolve().name
 
     def weights_folder(self) -> Path:
-        """The folder that holds the model's weights.
+        """The folder that holds the model's weights, looked over for what can be seen without reading them.
 
-        Raises: ConfigError for a preset or a lone config file, which have none.
+        Raises: ConfigError for a preset or a lone config file, which have none; CheckpointError and
+                UnsupportedModelError for a folder that the engine cannot run.
         """
         if self.kind != "folder" or self.path is None:
             raise ConfigError(
                 f"{self.name} is a {self.kind.replace('_', ' ')}, which has no weights: give a model folder"
+                + (f". {self.absent}" if self.absent else "")
             )
+        if self.repo is not None:
+            missing = missing_files(self.path)
+            if not missing and not any(self.path.glob("*.safetensors")) and not pickle_names(self.path):
+                missing = ("its weight files",)
+            if missing:
+                raise CheckpointError(explain_incomplete(self.path, missing, self.repo))
+        check_runnable(self.path, self.config, read_config(self.config, name=str(self.path / CONFIG_FILE)))
         return self.path
 
 
-def locate(name_or_path: str) -> Located:
-    """The config behind a path that exists, else behind the name of a preset; `demo` is the packaged model.
+def locate(name_or_path: str, *, hub: Path | None = None) -> Located:
+    """The config of a path that exists, else of a cached repository, else of a preset; `demo` is packaged.
 
+    `hub` is the Hugging Face cache, in which ORG/NAME and ORG/NAME@REVISION are looked up; None: nowhere.
     Preset names do not depend on case; the repository name of a model, with or without its owner, is one.
 
     Raises: ConfigError naming what is missing or damaged and the next step.
@@ -53,6 +84,8 @@ def locate(name_or_path: str) -> Located:
     if name_or_path and _exists(path):
         if path.is_dir():
             return locate_folder(path)
+        if _is_gguf(path):
+            raise refuse_gguf(path)
         return Located(kind="config_file", name=str(path), path=path, config=read_json_object(path))
     if not name_or_path or name_or_path[0] in "./~" or path.suffix == ".json":
         raise ConfigError(
@@ -60,7 +93,17 @@ def locate(name_or_path: str) -> Located:
             "preset such as "
             f"deepseek-v3"
         )
-    return preset(name_or_path)
+    repo = parse_repo(name_or_path)
+    if repo is None or hub is None:
+        return preset(name_or_path)
+    snapshot = find_snapshot(repo, hub)
+    if snapshot is not None:
+        return replace(locate_folder(snapshot, name_or_path), repo=repo)
+    absent = explain_absent(repo, hub)
+    lower = name_or_path.lower()
+    if not {lower, lower.rsplit("/", 1)[-1]} & set(preset_names()):
+        raise ConfigError(absent)
+    return replace(preset(name_or_path), absent=absent)
 
 
 def preset(name: str) -> Located:
@@ -109,6 +152,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{path}: {size} bytes are too many for a config; at most {MAX_CONFIG_BYTES} are read"
             )
+        check_pointer(path)
         text = path.read_bytes().decode("utf-8-sig")
         data = json.loads(text)
     except OSError as error:
@@ -139,12 +183,9 @@ def locate_folder(path: Path, name: str | None = None) -> Located:
     """
     config_path = path / CONFIG_FILE
     if not _exists(config_path):
-        state = "has no" if _exists(path) else "does not exist, so neither does its"
-        raise ConfigError(
-            f"model folder {path} {state} {CONFIG_FILE}; a model folder holds {CONFIG_FILE}, "
-            "tokenizer.json and "
-            f"*.safetensors, as Hugging Face repositories do"
-        )
+        if not _exists(path):
+            raise ConfigError(f"model folder {path} does not exist: give a folder that holds {CONFIG_FILE}")
+        raise ConfigError(explain_no_config(path))
     config = read_json_object(config_path)
     if config.get("quantization_config") is None and _exists(path / QUANT_FILE):
         config["quantization_config"] = _modelopt(path / QUANT_FILE)
@@ -161,6 +202,14 @@ def _modelopt(path: Path) -> dict[str, Any]:
         "quant_algo": quantization.get("quant_algo"),
         "ignore": quantization.get("exclude_modules"),
     }
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False  # the reader of the config says why
 
 
 def _exists(path: Path) -> bool:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moesaic.errors import CheckpointError, nearest
+from moesaic.spec.folder import LFS_POINTER
 
 MAX_HEADER_BYTES = 100_000_000
 """Source: the safetensors format's own limit (huggingface.co/docs/safetensors)."""
@@ -26,7 +27,6 @@ _ITEM_BITS: Mapping[str, int] = MappingProxyType(
     | dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8)
     | {"F4": 4}
 )
-_LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +55,8 @@ def read_header(file: Path) -> tuple[StoredTensor, ...]:
     try:
         file_bytes = file.stat().st_size
         with open(file, "rb") as stream:
-            start = stream.read(max(8, len(_LFS_POINTER)))
-            if start.startswith(_LFS_POINTER):
+            start = stream.read(max(8, len(LFS_POINTER)))
+            if start.startswith(LFS_POINTER):
                 raise CheckpointError(
                     f"{file} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`"
                 )

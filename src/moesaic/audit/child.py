@@ -1,0 +1,131 @@
+"""A job in a process of its own: its memory goes back to the system when it ends. No torch here.
+
+The job is a JSON file; the child writes arrays and `NAME.json` beside it, and on stdout one line per phase,
+which the parent shows when a phase takes long.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from moesaic.errors import MoesaicError
+
+QUIET_S = 2.0
+"""A phase that takes longer is shown."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What both sides of a comparison are told."""
+
+    model: str  # folder of the checkpoint
+    dtype: str | None  # None: the checkpoint's own
+    num_threads: int
+    prompts: tuple[tuple[int, ...], ...]
+    num_tokens: int  # greedy tokens after each prompt
+    folder: str  # where arrays and results go
+
+    def path(self, name: str) -> Path:
+        """A file of the job's folder."""
+        return Path(self.folder) / name
+
+
+class ChildFailed(MoesaicError):
+    """A child ended without a result; the message holds the end of what it said."""
+
+
+def run_child(module: str, name: str, job: Job, show: Say) -> dict[str, Any]:
+    """Run `python -m MODULE` on a job and return its `NAME.json`.
+
+    Raises: ChildFailed when the process ended without one.
+    """
+    job_path, result_path, log_path = (
+        job.path(f"{name}.job.json"),
+        job.path(f"{name}.json"),
+        job.path(f"{name}.log"),
+    )
+    job_path.write_text(json.dumps(asdict(job)))
+    with open(log_path, "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(job_path)], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        try:
+            _follow(process, name, show)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+    if not result_path.exists():
+        said = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
+        why = said[-1] if said else "it said nothing"
+        if process.returncode < 0:
+            why = f"signal {-process.returncode}; if that is 9, memory ran out: {why}"
+        raise ChildFailed(f"the {name} process ended with status {process.returncode}: {why}")
+    result: dict[str, Any] = json.loads(result_path.read_text())
+    return result
+
+
+def serve_job(name: str, work: Callable[[Job, Say], Mapping[str, Any]]) -> None:
+    """The child's side: do the job named on the command line, and write what came of it.
+
+    An expected error becomes the result's `error`, for the parent to tell.
+    """
+    told = json.loads(Path(sys.argv[1]).read_text())
+    told["prompts"] = tuple(tuple(prompt) for prompt in told["prompts"])
+    job = Job(**told)
+    try:
+        result = dict(work(job, _say))
+    except MoesaicError as error:
+        result = {"error": str(error)}
+    result["peak_rss_bytes"] = peak_rss_bytes()
+    job.path(f"{name}.json").write_text(json.dumps(result))
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process had resident, mapped files included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _say(phase: str) -> None:
+    sys.stdout.write(phase + "\n")
+    sys.stdout.flush()
+
+
+def _follow(process: subprocess.Popen[str], name: str, show: Say) -> None:
+    """Read phases until the child closes its stdout; show each one that lasts longer than QUIET_S."""
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    stream: IO[str] = process.stdout  # type: ignore[assignment]  # a pipe was asked for
+
+    def read() -> None:
+        for line in stream:
+            lines.put(line.strip())
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    phase, began_s, is_shown = "starting", time.monotonic(), False
+    while True:
+        try:
+            line = lines.get(timeout=QUIET_S)
+        except queue.Empty:
+            if not is_shown and time.monotonic() - began_s >= QUIET_S:
+                show(f"{name}: {phase}")
+                is_shown = True
+            continue
+        if line is None:
+            return
+        phase, began_s, is_shown = line, time.monotonic(), False

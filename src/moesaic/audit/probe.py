@@ -1,0 +1,171 @@
+"""Our side of `moesaic verify`, a process of its own: hidden states, logits, greedy tokens, the matrix.
+
+Loads the model once. The hidden states are taken by a tap that is built around a decoder here; a decoder
+without one does nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from copy import copy
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.audit.child import Job, Say, serve_job
+from moesaic.audit.matrix import answer, negative_control, open_engine, run_matrix
+from moesaic.engine.machine import read_machine
+from moesaic.experts.contract import Tag
+from moesaic.kv.pool import BatchLayout, KvPool
+from moesaic.models.accounting import _layer_fillings, _model_fillings, _reason_unused
+from moesaic.models.build import FAMILIES, LoadedModel, load, read_spec
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.decoder import Decoder
+from moesaic.sched.ledger import cache_groups
+from moesaic.sched.request import Request, SamplingParams
+from moesaic.sched.step import RowPlan
+from moesaic.steps import drive
+
+STEP_TIMEOUT_S = 600.0  # guess: one rank never waits for another
+
+
+def probe(job: Job, say: Say) -> Mapping[str, Any]:
+    """What our side has to say of a checkpoint."""
+    say("reading the names of the tensors")
+    unconsumed, unfilled = unsettled(job.model)
+    tensors = {"unconsumed": unconsumed, "unfilled": unfilled}
+    if unconsumed or unfilled:
+        return tensors
+    say("loading the checkpoint")
+    model = load(
+        job.model,
+        num_threads=job.num_threads,
+        dtype=job.dtype,  # type: ignore[arg-type]  # checked by the parent
+        available_bytes=read_machine().available_bytes,
+    )
+    for i, prompt in enumerate(job.prompts):
+        say(f"prompt {i + 1} of {len(job.prompts)}, {len(prompt)} tokens")
+        hidden, logits = run_prompt(model, prompt)
+        np.save(job.path(f"engine.{i}.hidden.npy"), hidden)
+        np.save(job.path(f"engine.{i}.logits.npy"), logits)
+    say(f"{job.num_tokens} greedy tokens after each prompt")
+    greedy = _greedy(model, job.prompts, job.num_tokens)
+    cells = run_matrix(model, job.prompts, say)
+    say("matrix: the negative control")
+    return {
+        **tensors,
+        "known_unused": [asdict(tensor) for tensor in model.accounting.unused],
+        "dtype": model.numerics.seam_dtype,
+        "greedy": greedy,
+        "matrix": [asdict(cell) for cell in cells],
+        "negative_control_caught": negative_control(model, job.prompts),
+    }
+
+
+def unsettled(folder: str) -> tuple[list[str], list[str]]:
+    """(keys that no parameter takes, parameters that no key fills); `models.accounting` refuses either.
+
+    Raises: what reading the config and the headers raises.
+    """
+    spec, checkpoint = read_spec(folder), Checkpoint.open(folder)
+    names = FAMILIES.get(spec.family)
+    if spec.runnable_reasons or names is None:
+        return [], []  # `load` says why it does not run
+    fillings = [*_model_fillings(spec, names), *_layer_fillings(checkpoint, spec, names)]
+    known = {filling.key for filling in fillings} | ({names.head} if spec.has_tied_head else set())
+    unconsumed = [
+        key
+        for key in sorted(checkpoint.names - known)
+        if _reason_unused(key, checkpoint, len(spec.layers), names.unused) is None
+    ]
+    return unconsumed, [filling.key for filling in fillings if filling.key not in checkpoint.tensors]
+
+
+@torch.inference_mode()
+def run_prompt(
+    model: LoadedModel, prompt: Sequence[int]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Hidden states before each layer and after the last, and the logits, of a prompt computed at once.
+
+    Shapes:  [layers + 1, T, D] float32; [T, V] float32.
+    """
+    hidden: list[Tensor] = []
+    decoder = tapped(model.decoder, hidden.append)
+    kv_block = model.numerics.kv_block
+    groups = cache_groups(model.spec, model.numerics.kv_format, kv_block)
+    num_blocks = -(-len(prompt) // kv_block)
+    pool = KvPool(model.spec, model.numerics, (num_blocks,) * len(groups))
+    row = RowPlan(
+        request_id="prompt",
+        start_idx=0,
+        num_tokens=len(prompt),
+        is_sampled=True,
+        token_ids=tuple(prompt),
+        blocks=tuple(tuple(range(num_blocks)) for _ in groups),
+        state_from=None,
+        state_to=0 if any(group.kind == "state" for group in groups) else None,
+    )
+    tag = Tag(epoch=0, plan_version=0, step_id=0, micro_batch=0, chunk=0, layer_idx=0)
+    steps = decoder.forward(torch.tensor(prompt), BatchLayout.of([row], pool), pool, tag)
+    [last_TD] = drive([steps], STEP_TIMEOUT_S)
+    logits_TV = decoder.logits(last_TD)
+    return torch.stack(hidden).float().numpy(), logits_TV.float().contiguous().numpy()
+
+
+class _Tap:
+    """A half of a layer that also shows what goes into it, and what comes out of it if that is asked for."""
+
+    def __init__(self, half: Any, see: Callable[[Tensor], None], *, sees_input: bool, sees_output: bool):
+        self._half, self._see = half, see
+        self._sees_input, self._sees_output = sees_input, sees_output
+
+    def forward(self, x_TD: Tensor, *rest: Any) -> Generator[Any, None, Tensor]:
+        """The half's own forward."""
+        if self._sees_input:
+            self._see(x_TD)
+        y_TD: Tensor = yield from self._half.forward(x_TD, *rest)
+        if self._sees_output:
+            self._see(y_TD)
+        return y_TD
+
+
+def tapped(decoder: Decoder, see: Callable[[Tensor], None]) -> Decoder:
+    """The same decoder, which shows the residual stream before each layer and after the last."""
+    layers = []
+    for i, layer in enumerate(decoder.layers):
+        halves = [name for name in ("mixer", "ffn") if getattr(layer, name) is not None]
+        taps: dict[str, Any] = {
+            name: _Tap(
+                getattr(layer, name),
+                see,
+                sees_input=name == halves[0],
+                sees_output=name == halves[-1] and i == len(decoder.layers) - 1,
+            )
+            for name in halves
+        }
+        layers.append(replace(layer, **taps))
+    other = copy(decoder)
+    other.layers = tuple(layers)
+    return other
+
+
+def _greedy(model: LoadedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    requests = [
+        Request(
+            request_id=str(i),
+            prompt_ids=tuple(prompt),
+            sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
+            seed=0,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    with open_engine(model, requests, max_tokens_per_step=512) as engine:
+        answers = answer(engine, requests)
+    return [list(answers[request.request_id].tokens) for request in requests]
+
+
+if __name__ == "__main__":
+    serve_job("engine", probe)

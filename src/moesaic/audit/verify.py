@@ -1,0 +1,393 @@
+"""`moesaic verify`: one checkpoint through our engine and through transformers, compared; no torch here.
+
+Each side runs in a process of its own, one after the other, and leaves its arrays in a temporary folder: the
+two models never take memory at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from moesaic.account.params import count_params
+from moesaic.audit.agreement import (
+    TOLERANCES,
+    Array,
+    Stage,
+    StageError,
+    compare_greedy,
+    judge,
+)
+from moesaic.audit.child import ChildFailed, Job, Say, run_child
+from moesaic.engine.config import EngineConfig
+from moesaic.engine.machine import Machine, read_machine
+from moesaic.errors import ConfigError, MoesaicError
+from moesaic.spec.families import read_config
+from moesaic.spec.locate import Located
+from moesaic.spec.model import GqaSpec, MlaSpec, ModelSpec
+from moesaic.spec.numerics import DTYPE_BYTES
+from moesaic.text.tokenizer import Tokenizer
+
+INSTALL = "pip install 'transformers>=5.24,<6'"
+MEMORY_FACTOR = 1.3
+"""A side's memory over its weights'. Source: measured with this verb on an OLMoE of 7.1 GB."""
+REACH_TOKENS = 640  # guess: the longest prompt that verify makes by itself
+TEXTS = (
+    "once upon a time",
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind. 1 + 1 = 2; 17 * 23 = 391.",
+    "def greatest(values):\n    best = values[0]\n    for value in values[1:]:\n        if value > best:\n"
+    "            best = value\n    return best\n",
+    "A router looks at every token and sends it to a few of many experts. Most tokens of one kind go to the "
+    "same ones, so some experts are busy and others idle. When a busy one is slow, the whole layer waits for "
+    "it. That is why one counts which experts fire, places copies of the busy ones where there is room, and "
+    "looks again after a while: yesterday's numbers, names and questions are not those of today. ",
+)
+"""The built-in prompts; the last one is repeated until it passes windows and original rope lengths."""
+RANDOM_LENGTHS = (5, 24, 70, 160)  # of the built-in prompts where there is no tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """The comparison in one dtype. What needs transformers is None without it."""
+
+    dtype: str
+    max_abs_logit_diff: float | None
+    greedy_agreement: float | None
+    stages: tuple[StageError, ...]
+    first_difference: str | None  # embedding, layer 3, head
+    matrix: tuple[Mapping[str, Any], ...]
+    negative_control_caught: bool
+    failures: tuple[str, ...]
+    peak_rss_bytes: Mapping[str, int]  # by side; mapped checkpoint files count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What `moesaic verify` found. The scalars are those of the first pass, the one that proves most."""
+
+    model: str
+    reference: str | None  # the folder that transformers ran, where it is another one
+    model_type: str
+    num_prompts: int
+    num_prompt_tokens: int
+    num_tokens: int
+    oracle: str | None  # version of transformers
+    oracle_missing: str | None  # why there is none, and what to do
+    passes: tuple[Pass, ...]
+    unconsumed: tuple[str, ...]
+    unfilled: tuple[str, ...]
+    known_unused: tuple[Mapping[str, Any], ...]
+    notes: tuple[str, ...]
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Every check that failed, in words."""
+        tensors = [f"{len(self.unconsumed)} tensors fill no parameter"] if self.unconsumed else []
+        tensors += [f"{len(self.unfilled)} parameters are filled by no tensor"] if self.unfilled else []
+        return (*tensors, *(f"{one.dtype}: {text}" for one in self.passes for text in one.failures))
+
+    @property
+    def first_differing_layer(self) -> int | None:
+        """The number of the first layer that differs, where the first difference is in a layer."""
+        for one in self.passes:
+            if one.first_difference is not None:
+                kind, _, number = one.first_difference.partition(" ")
+                return int(number) if kind == "layer" else None
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; the first nine keys are a stable interface."""
+        first = self.passes[0] if self.passes else None
+        cells = [cell["is_equal"] for one in self.passes for cell in one.matrix]
+        return {
+            "ok": not self.failures,
+            "max_abs_logit_diff": first.max_abs_logit_diff if first else None,
+            "first_differing_layer": self.first_differing_layer,
+            "greedy_agreement": first.greedy_agreement if first else None,
+            "batch_invariant": all(equal is not False for equal in cells) if cells else None,
+            "negative_control_caught": (
+                all(one.negative_control_caught for one in self.passes) if self.passes else None
+            ),
+            "unconsumed": list(self.unconsumed),
+            "unfilled": list(self.unfilled),
+            "known_unused": list(self.known_unused),
+            **{
+                key: value
+                for key, value in asdict(self).items()
+                if key not in ("unconsumed", "unfilled", "known_unused")
+            },
+            "failures": list(self.failures),
+        }
+
+
+def verify(
+    located: Located,
+    *,
+    reference: Located | None = None,
+    dtype: str | None = None,
+    num_threads: int | None = None,
+    prompts: Path | None = None,
+    num_tokens: int = 32,
+    show: Say = lambda phase: None,
+) -> Verification:
+    """Compare a checkpoint as we run it with the same one, or another, as transformers runs it.
+
+    Without `dtype` the checkpoint's own is verified, since that is what is served, and before it float32,
+    which shows the smallest mistakes, where memory holds it.
+
+    Raises: ConfigError for what was asked; MoesaicError, with the engine's reason, when the model cannot run.
+    """
+    if num_tokens < 1:
+        raise ConfigError(f"--tokens must be at least 1, got {num_tokens}")
+    folder = located.weights_folder()
+    other = folder if reference is None else reference.weights_folder()
+    spec = read_config(located.config, name=str(folder / "config.json"))
+    machine = read_machine()
+    threads = EngineConfig(model=str(folder), dtype=dtype, num_threads=num_threads).threads(machine)  # type: ignore[arg-type]
+    ids, notes = _prompts(folder, spec, prompts, num_tokens)
+    dtypes, more = _dtypes(spec, dtype, machine)
+    missing = _oracle_missing()
+    passes, tensors, version = [], dict[str, Any](), None
+    for one in dtypes:
+        with TemporaryDirectory(prefix="moesaic-verify-") as temporary:
+            job = Job(
+                model=str(folder),
+                dtype=one,
+                num_threads=threads,
+                prompts=ids,
+                num_tokens=num_tokens,
+                folder=temporary,
+            )
+            engine = _run_engine(job, show)
+            tensors = tensors or {
+                key: engine.get(key, []) for key in ("unconsumed", "unfilled", "known_unused")
+            }
+            if "dtype" not in engine:
+                break  # tensors that do not fit: nothing was loaded
+            oracle: dict[str, Any] = {}
+            if missing is None:
+                oracle, missing = _run_oracle(job, str(other), show)
+                version = oracle.get("version", version)
+            passes.append(_compare(job, engine, oracle))
+    return Verification(
+        model=located.name,
+        reference=None if reference is None else str(other),
+        model_type=spec.model_type,
+        num_prompts=len(ids),
+        num_prompt_tokens=sum(len(prompt) for prompt in ids),
+        num_tokens=num_tokens,
+        oracle=version,
+        oracle_missing=missing,
+        passes=tuple(passes),
+        unconsumed=tuple(tensors["unconsumed"]),
+        unfilled=tuple(tensors["unfilled"]),
+        known_unused=tuple(tensors["known_unused"]),
+        notes=(*notes, *more),
+    )
+
+
+def _run_engine(job: Job, show: Say) -> dict[str, Any]:
+    result = run_child("moesaic.audit.probe", "engine", job, show)
+    if "error" in result:
+        raise MoesaicError(result["error"])
+    return result
+
+
+def _oracle_missing() -> str | None:
+    if find_spec("transformers") is None:
+        return f"transformers is not installed, so nothing was compared with it: {INSTALL}"
+    return None
+
+
+def _run_oracle(job: Job, reference: str, show: Say) -> tuple[dict[str, Any], str | None]:
+    """(what it found, None), or ({}, why there is nothing to compare with)."""
+    told = Job(**{**{name: getattr(job, name) for name in job.__slots__}, "model": reference})
+    try:
+        result = run_child("moesaic.audit.oracle", "oracle", told, show)
+    except ChildFailed as error:
+        return {}, f"transformers does not run this model, so nothing was compared with it: {error}"
+    if "error" in result:
+        return {}, f"nothing was compared with transformers: {result['error']}"
+    return result, None
+
+
+def _dtypes(spec: ModelSpec, dtype: str | None, machine: Machine) -> tuple[list[str], list[str]]:
+    """The dtypes to verify in, the one that proves most first, and why one is left out."""
+    if dtype is not None:
+        return [dtype], []
+    if spec.dtype == "float32":
+        return ["float32"], []
+    need = int(MEMORY_FACTOR * DTYPE_BYTES["float32"] * count_params(spec).num_total)
+    if need > machine.available_bytes:
+        return [spec.dtype], [
+            f"not verified in float32: that takes about {need / 1e9:.1f} GB of memory and "
+            f"{machine.available_bytes / 1e9:.1f} GB are available; {spec.dtype} is judged by its rounding"
+        ]
+    return ["float32", spec.dtype], []
+
+
+def _prompts(
+    folder: Path, spec: ModelSpec, path: Path | None, num_tokens: int
+) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
+    """Token ids, and what they do not reach."""
+    room = spec.max_position - num_tokens
+    if room < 1:
+        raise ConfigError(
+            f"--tokens {num_tokens} leaves no room in {spec.max_position} positions: ask for fewer"
+        )
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    if path is not None:
+        if not has_tokenizer:
+            raise ConfigError(f"{folder} has no tokenizer.json, so --prompts cannot be read: leave it out")
+        return tuple(tuple(ids)[:room] for ids in _read_prompts(path, folder)), []
+    reach, notes = _reach(spec)
+    if has_tokenizer:
+        tokenizer = Tokenizer.load(folder)
+        found = [tokenizer.encode(text) for text in TEXTS]
+    else:
+        draw = random.Random(0)
+        found = [draw.choices(range(spec.vocab), k=length) for length in RANDOM_LENGTHS]
+        notes = [*notes, "no tokenizer.json: the prompts are random token ids"]
+    last = found[-1]
+    while len(last) < reach:
+        last = last + found[-1]
+    found[-1] = last
+    return tuple(tuple(ids[:room]) for ids in found if ids), notes
+
+
+def _read_prompts(path: Path, folder: Path) -> Iterator[list[int]]:
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path} cannot be read: {error}") from error
+    if not lines:
+        raise ConfigError(f"--prompts {path} holds no prompt: write one a line")
+    tokenizer = Tokenizer.load(folder)
+    for line in lines:
+        yield tokenizer.encode(line)
+
+
+def _reach(spec: ModelSpec) -> tuple[int, list[str]]:
+    """How long a prompt must be to pass every window and original rope length that is not too far."""
+    lengths = set[int]()
+    for layer in spec.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, GqaSpec) and mixer.window is not None:
+            lengths.add(mixer.window)
+        if isinstance(mixer, GqaSpec | MlaSpec) and mixer.rope is not None and mixer.rope.scaling is not None:
+            lengths.add(mixer.rope.scaling.original_max_position or 0)
+    beyond = sorted(length for length in lengths if length + 32 > REACH_TOKENS)
+    notes = [
+        f"no prompt reaches position {length}, where a window or a rope scaling begins: use --prompts"
+        for length in beyond
+    ]
+    return max((length + 32 for length in lengths if length not in beyond), default=0), notes
+
+
+def _compare(job: Job, engine: Mapping[str, Any], oracle: Mapping[str, Any]) -> Pass:
+    dtype = engine["dtype"]
+    failures = [
+        f"batch invariance: {cell['name']} ({cell['detail']})"
+        for cell in engine["matrix"]
+        if cell["is_equal"] is False
+    ]
+    if not engine["negative_control_caught"]:
+        failures.append("the matrix did not notice sums that depend on the number of rows: it proves nothing")
+    peaks = {name: side["peak_rss_bytes"] for name, side in (("engine", engine), ("oracle", oracle)) if side}
+    diff = agreement = None
+    stages: tuple[StageError, ...] = ()
+    if oracle:
+        stages = tuple(judge(stage, dtype) for stage in _stages(job))
+        diff, greatest = _logit_diff(job)
+        greedy = compare_greedy(engine["greedy"], oracle["greedy"], oracle["margins"], diff)
+        agreement = greedy.agreement
+        failures += _judge_whole(stages, dtype, diff, greatest)
+        failures += [f"greedy tokens part: {text}" for text in greedy.unexplained[:3]]
+    first = next((stage.name for stage in stages if stage.is_differing), None)
+    return Pass(
+        dtype=dtype,
+        max_abs_logit_diff=diff,
+        greedy_agreement=agreement,
+        stages=stages,
+        first_difference=first,
+        matrix=tuple(engine["matrix"]),
+        negative_control_caught=engine["negative_control_caught"],
+        failures=tuple(failures),
+        peak_rss_bytes=peaks,
+    )
+
+
+def _judge_whole(stages: Sequence[StageError], dtype: str, diff: float, greatest: float) -> list[str]:
+    wrong = [stage for stage in stages if stage.is_differing]
+    if wrong:
+        first = wrong[0]
+        return [
+            f"{first.name} differs from transformers: {first.num_far} of {first.num_rows} rows, median error "
+            f"{first.median:.2g} of what it computes"
+            + ("" if len(wrong) == 1 else f"; {len(wrong) - 1} later ones differ by themselves as well")
+        ]
+    bound = TOLERANCES[dtype].logits
+    num_ties = sum(stage.num_far for stage in stages)
+    if bound is not None and not num_ties and not diff <= bound * max(1.0, greatest):
+        return [f"logits differ by {diff:.3g} of {greatest:.3g} though every layer by itself agrees"]
+    return []
+
+
+def _stages(job: Job) -> Iterator[Stage]:
+    """Every place of comparison in the order of the computation, the rows of all prompts together."""
+    count = len(job.prompts)
+    hidden = [np.load(job.path(f"engine.{i}.hidden.npy")) for i in range(count)]
+    theirs = [np.load(job.path(f"oracle.{i}.layers.npy")) for i in range(count)]
+    has_truth = job.path("truth.0.layers.npy").exists()
+    truth = [np.load(job.path(f"truth.{i}.layers.npy")) for i in range(count)] if has_truth else theirs
+
+    def at(arrays: Sequence[Array], i: int) -> Array:
+        rows: Array = np.concatenate([array[i] for array in arrays])
+        return rows
+
+    for i in range(len(hidden[0])):
+        yield Stage(
+            name=f"layer {i - 1}" if i else "embedding",
+            before=at(hidden, i - 1) if i else None,
+            ours=at(hidden, i),
+            theirs=at(theirs, i),
+            truth=at(truth, i),
+        )
+    heads = {
+        side: np.concatenate([np.load(job.path(f"{side}.{i}.{kind}.npy")) for i in range(count)])
+        for side, kind in (
+            ("engine", "logits"),
+            ("oracle", "head"),
+            ("truth" if has_truth else "oracle", "head"),
+        )
+    }
+    yield Stage(
+        name="head",
+        before=None,
+        ours=heads["engine"],
+        theirs=heads["oracle"],
+        truth=heads.get("truth", heads["oracle"]),
+    )
+
+
+def _logit_diff(job: Job) -> tuple[float, float]:
+    """(greatest difference of logits from end to end, greatest logit)."""
+    diff = greatest = 0.0
+    for i in range(len(job.prompts)):
+        ours, theirs = (np.load(job.path(f"{side}.{i}.logits.npy")) for side in ("engine", "oracle"))
+        diff = max(diff, float(np.abs(ours - theirs).max()))
+        greatest = max(greatest, float(np.abs(theirs).max()))
+    return diff, greatest
+
+
+def dump_json(found: Verification) -> str:
+    """The verification as indented JSON text."""
+    return json.dumps(found.to_json(), indent=2, allow_nan=False)

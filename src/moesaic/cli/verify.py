@@ -1,0 +1,129 @@
+"""`moesaic verify`: does this engine compute what transformers computes, however requests are batched?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moesaic.audit.verify import Pass, Verification, dump_json, verify
+from moesaic.engine.config import read_environment, read_hub_cache
+from moesaic.spec.locate import locate
+from moesaic.units import format_bytes
+
+CHECK_FAILED = 3
+
+
+def verify_command(
+    model: Annotated[str, typer.Argument(help="A model folder, a cached ORG/NAME, or demo.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32 or bfloat16 [default: float32 if memory holds it, and the checkpoint's]."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads to compute with [default: all].")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of prompts, one a line [default: a built-in set].")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Greedy tokens after each prompt.")] = 32,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder that transformers runs, such as the original of a conversion [default: the same]."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check a model against transformers, alone and in batches."""
+    hub = read_hub_cache()
+    found = verify(
+        locate(model, hub=hub),
+        reference=None if reference is None else locate(reference, hub=hub),
+        dtype=dtype,
+        num_threads=threads or read_environment().num_threads,
+        prompts=prompts,
+        num_tokens=tokens,
+        show=_show,
+    )
+    typer.echo(dump_json(found) if as_json else render(found))
+    if found.failures:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _show(phase: str) -> None:
+    print(phase, file=sys.stderr, flush=True)
+
+
+def render(found: Verification) -> str:
+    """The verification as text."""
+    against = f"transformers {found.oracle}" if found.oracle else "nothing"
+    lines = [
+        f"{found.model} ({found.model_type}) against {against}: {found.num_prompts} prompts of "
+        f"{found.num_prompt_tokens} tokens, {found.num_tokens} greedy tokens each"
+    ]
+    if found.reference is not None:
+        lines.append(_row("reference", found.reference))
+    if found.oracle_missing:
+        lines.append(_row("no oracle", found.oracle_missing))
+    for one in found.passes:
+        lines += _pass_rows(one)
+    lines += _tensor_rows(found)
+    lines += [_row("note", note) for note in found.notes]
+    lines += [_row("FAILED", failure) for failure in found.failures]
+    if not found.failures:
+        lines.append(
+            _row("ok", "every check passed" + ("" if found.oracle else " that needs no transformers"))
+        )
+    return "\n".join(lines)
+
+
+def _row(label: str, text: str) -> str:
+    return f"  {label:<12}{text}"
+
+
+def _pass_rows(one: Pass) -> list[str]:
+    rows = []
+    if one.stages:
+        layers = [stage for stage in one.stages if stage.name.startswith("layer")]
+        worst = max(layers, key=lambda stage: stage.median)
+        own = (
+            "" if worst.oracle_median is None else f" (transformers' own rounding: {worst.oracle_median:.2g})"
+        )
+        rows.append(
+            _row(
+                one.dtype,
+                f"logits differ by at most {one.max_abs_logit_diff:.3g}; greedy tokens agree "
+                f"{one.greedy_agreement:.1%}; layers by at most {worst.median:.2g}{own}, "
+                f"{sum(stage.num_far for stage in one.stages)} far rows",
+            )
+        )
+        if one.first_difference is not None:
+            rows.append(_row("", f"first difference: {one.first_difference}"))
+    cells = ", ".join(_cell(cell) for cell in one.matrix)
+    caught = "caught" if one.negative_control_caught else "NOT caught"
+    rows.append(_row(one.dtype, f"same bits as alone: {cells}; negative control {caught}"))
+    peaks = ", ".join(f"{name} {format_bytes(size)}" for name, size in one.peak_rss_bytes.items())
+    rows.append(_row("", f"peak memory: {peaks}"))
+    return rows
+
+
+def _cell(cell: Any) -> str:
+    verdict = {True: "yes", False: "NO", None: "not reached"}[cell["is_equal"]]
+    return f"{cell['name'].replace('_', ' ')} {verdict}"
+
+
+def _tensor_rows(found: Verification) -> list[str]:
+    if found.unconsumed or found.unfilled:
+        named = [f"fills nothing: {name}" for name in found.unconsumed[:5]]
+        named += [f"filled by nothing: {name}" for name in found.unfilled[:5]]
+        return [_row("tensors", text) for text in named]
+    unused = sum(tensor["num_bytes"] for tensor in found.known_unused)
+    text = "every tensor consumed, every parameter filled"
+    if found.known_unused:
+        text += f"; {len(found.known_unused)} known and unused, {format_bytes(unused)}"
+    rows = [_row("tensors", text)]
+    return rows + [
+        _row("", f"{tensor['key']}: {format_bytes(tensor['num_bytes'])}, {tensor['reason']}")
+        for tensor in found.known_unused[:5]
+    ]

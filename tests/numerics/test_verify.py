@@ -1,0 +1,287 @@
+"""`moesaic verify` agrees with transformers on what is right, and names the first layer of what is not.
+
+Both sides run in this process here, but for one run of the whole command.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import CONFIGS, random_tensors, write_checkpoint
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moesaic.audit import matrix, probe, verify
+from moesaic.audit.child import ChildFailed, Job, run_child
+from moesaic.audit.verify import Verification, dump_json
+from moesaic.cli.verify import render
+from moesaic.errors import ConfigError, MoesaicError
+from moesaic.models.build import load
+from moesaic.spec.locate import locate
+
+STABLE_KEYS = (
+    "ok", "max_abs_logit_diff", "first_differing_layer", "greedy_agreement", "batch_invariant",
+    "negative_control_caught", "unconsumed", "unfilled", "known_unused",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each side as a function call: a child costs seconds of imports."""
+
+    def run(module: str, name: str, job: Job, show: object) -> dict[str, Any]:
+        from moesaic.audit import oracle
+
+        work = probe.probe if name == "engine" else oracle.consult
+        try:
+            result = dict(work(job, lambda phase: None))
+        except MoesaicError as error:
+            result = {"error": str(error)}
+        return json.loads(json.dumps(result | {"peak_rss_bytes": 1}))
+
+    monkeypatch.setattr(verify, "run_child", run)
+    monkeypatch.setattr(verify, "RANDOM_LENGTHS", (5, 40, 90))  # past every window of the test configs
+
+
+@pytest.fixture
+def without_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the comparison alone."""
+    monkeypatch.setattr(probe, "run_matrix", lambda *_: [])
+    monkeypatch.setattr(probe, "negative_control", lambda *_: True)
+
+
+def run_verify(folder: Path, reference: Path | None = None, **options: Any) -> Verification:
+    other = None if reference is None else locate(str(reference))
+    options = {"num_threads": 1, "num_tokens": 2} | options
+    return verify.verify(locate(str(folder)), reference=other, **options)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in ("olmoe", "deepseek_v3") else pytest.param(family, marks=pytest.mark.long)
+        for family in CONFIGS
+    ],
+)
+@pytest.mark.usefixtures("without_matrix")
+def test_families_agree_in_both_dtypes(tmp_path: Path, family: str) -> None:
+    folder = write_checkpoint(tmp_path, CONFIGS[family](), dtype=torch.bfloat16)
+    found = run_verify(folder)
+    assert found.failures == ()
+    assert [one.dtype for one in found.passes] == ["float32", "bfloat16"]
+    exact, own = found.passes
+    assert exact.max_abs_logit_diff is not None
+    assert exact.max_abs_logit_diff < 1e-4
+    assert max(stage.median for stage in exact.stages) < 1e-5
+    assert exact.greedy_agreement == 1.0
+    assert len(own.stages) == CONFIGS[family]()["num_hidden_layers"] + 2
+    assert all(stage.oracle_median is not None for stage in own.stages)
+
+
+def change_tensor(folder: Path, other: Path, name: str) -> Path:
+    """A copy in which one tensor is another."""
+    tensors = dict(load_file(folder / "model.safetensors"))
+    tensors[name] = tensors[name].flip(0) if tensors[name].dim() > 1 else 1.5 * tensors[name]
+    other.mkdir()
+    (other / "config.json").write_text((folder / "config.json").read_text())
+    save_file({key: value.contiguous() for key, value in tensors.items()}, other / "model.safetensors")
+    return other
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "dtype"),
+    [
+        ("model.layers.1.mlp.experts.3.down_proj.weight", 1, torch.float32),
+        ("model.layers.1.mlp.experts.3.down_proj.weight", 1, torch.bfloat16),
+        ("model.layers.2.self_attn.k_norm.weight", 2, torch.bfloat16),
+        ("model.embed_tokens.weight", None, torch.float32),
+        ("lm_head.weight", None, torch.float32),
+    ],
+)
+@pytest.mark.usefixtures("without_matrix")
+def test_one_changed_tensor_is_found_in_its_layer(
+    tmp_path: Path, name: str, layer: int | None, dtype: torch.dtype
+) -> None:
+    config = CONFIGS["qwen3_moe"](mlp_only_layers=[])
+    folder = write_checkpoint(tmp_path / "right", config, dtype=dtype)
+    found = run_verify(folder, change_tensor(folder, tmp_path / "wrong", name), dtype=str(dtype)[6:])
+    assert not found.to_json()["ok"]
+    assert found.first_differing_layer == layer
+    places = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}
+    assert found.passes[0].first_difference == places.get(name, f"layer {layer}")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layer"),
+    [
+        ("olmoe", {"norm_topk_prob": True}, 0),
+        ("qwen3_moe", {"norm_topk_prob": False}, 0),
+        ("deepseek_v3", {"routed_scaling_factor": 1.0}, 1),
+        ("mixtral", {"sliding_window": None}, 0),
+        ("llama", {"rope_theta": 2000.0}, 0),
+    ],
+)
+@pytest.mark.usefixtures("without_matrix")
+def test_a_flipped_flag_is_found(tmp_path: Path, family: str, changes: Mapping[str, Any], layer: int) -> None:
+    folder = write_checkpoint(tmp_path / "right", CONFIGS[family]())
+    other = write_checkpoint(tmp_path / "wrong", CONFIGS[family](**changes))
+    found = run_verify(folder, other)
+    assert found.first_differing_layer == layer
+    assert any(f"layer {layer} differs from transformers" in failure for failure in found.failures)
+
+
+def test_whole_report(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, CONFIGS["olmoe"](), has_tokenizer=True)
+    found = run_verify(folder)
+    data = json.loads(dump_json(found))
+    assert tuple(data)[: len(STABLE_KEYS)] == STABLE_KEYS
+    assert data["ok"]
+    assert data["batch_invariant"]
+    assert data["negative_control_caught"]
+    cells = {cell["name"]: cell["is_equal"] for cell in data["passes"][0]["matrix"]}
+    assert cells == dict.fromkeys(("neighbours", "permuted", "chunked", "prefix_hit", "preempted"), True)
+    text = render(found)
+    assert "same bits as alone: neighbours yes" in text
+    assert "every check passed" in text
+
+
+@pytest.mark.usefixtures("without_matrix")
+def test_without_transformers_the_rest_is_still_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "find_spec", lambda name: None)
+    found = run_verify(write_checkpoint(tmp_path, CONFIGS["llama"]()))
+    data = found.to_json()
+    assert [data[key] for key in ("max_abs_logit_diff", "first_differing_layer", "greedy_agreement")] == [
+        None
+    ] * 3
+    assert data["ok"]
+    assert data["negative_control_caught"]
+    assert "pip install 'transformers" in render(found)
+
+
+@pytest.mark.usefixtures("without_matrix")
+def test_what_transformers_cannot_run_is_no_failure_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = verify.run_child
+
+    def run(module: str, name: str, job: Job, show: Any) -> dict[str, Any]:
+        if name == "oracle":
+            raise ChildFailed("the oracle process ended with status 1: KeyError: 'olmoe'")
+        return right(module, name, job, show)
+
+    monkeypatch.setattr(verify, "run_child", run)
+    found = run_verify(write_checkpoint(tmp_path, CONFIGS["olmoe"]()))
+    assert found.to_json()["ok"]
+    assert "does not run this model" in (found.oracle_missing or "")
+
+
+def test_the_matrix_notices_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(write_checkpoint(tmp_path, CONFIGS["qwen3_moe"]()), num_threads=1)
+    prompts = [list(range(10, 34)), [5, 6, 7], list(range(50, 90))]
+    with matrix.row_dependent_sums(model.ops):
+        cells = {cell.name: cell.is_equal for cell in matrix.run_matrix(model, prompts, lambda phase: None)}
+    assert cells["neighbours"] is False
+    assert cells["chunked"] is False
+    assert cells["prefix_hit"] is False
+    assert matrix.negative_control(model, prompts)
+    monkeypatch.setattr(matrix, "row_dependent_sums", _nothing)
+    assert not matrix.negative_control(model, prompts), "right sums are no negative control"
+
+
+class _nothing:  # noqa: N801 - stands in for a context manager of that spelling
+    def __init__(self, ops: object) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def test_a_blind_matrix_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "run_matrix", lambda *_: [])
+    monkeypatch.setattr(probe, "negative_control", lambda *_: False)
+    monkeypatch.setattr(verify, "find_spec", lambda name: None)
+    found = run_verify(write_checkpoint(tmp_path, CONFIGS["llama"]()))
+    assert "it proves nothing" in found.failures[0]
+
+
+def rename(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
+    return {key.replace(old, new): value for key, value in tensors.items()}
+
+
+def test_tensors_that_do_not_fit_are_all_listed(tmp_path: Path) -> None:
+    config = CONFIGS["olmoe"]()
+    tensors = rename(random_tensors(config), "layers.1.self_attn.q_norm", "layers.1.self_attn.query_norm")
+    found = run_verify(write_checkpoint(tmp_path, config, tensors=tensors))
+    data = found.to_json()
+    assert data["unconsumed"] == ["model.layers.1.self_attn.query_norm.weight"]
+    assert data["unfilled"] == ["model.layers.1.self_attn.q_norm.weight"]
+    assert not data["ok"]
+    assert data["max_abs_logit_diff"] is None
+    assert "fills nothing: model.layers.1.self_attn.query_norm.weight" in render(found)
+
+
+@pytest.mark.usefixtures("without_matrix")
+def test_known_and_unused_tensors_are_told_with_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "find_spec", lambda name: None)
+    config = CONFIGS["llama"]()
+    tensors = random_tensors(config) | {"model.rotary_emb.inv_freq": torch.ones(8)}
+    data = run_verify(write_checkpoint(tmp_path, config, tensors=tensors)).to_json()
+    assert data["known_unused"] == [
+        {
+            "key": "model.rotary_emb.inv_freq",
+            "num_bytes": 32,
+            "reason": "rotary frequencies follow from the config",
+        }
+    ]
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
+    config = CONFIGS["olmoe"](model_type="some_new_moe")
+    folder = write_checkpoint(tmp_path, config, tensors=random_tensors(CONFIGS["olmoe"]()))
+    with pytest.raises(MoesaicError, match="unknown model type"):
+        run_verify(folder)
+    with pytest.raises(ConfigError, match="--tokens must be at least 1"):
+        run_verify(folder, num_tokens=0)
+    with pytest.raises(ConfigError, match="dtype 'float16' is unknown"):
+        run_verify(folder, dtype="float16")
+    with pytest.raises(ConfigError, match=r"no tokenizer.json, so --prompts"):
+        run_verify(folder, prompts=tmp_path / "prompts.txt")
+
+
+def test_a_child_without_a_result_is_told(tmp_path: Path) -> None:
+    job = Job(model="x", dtype=None, num_threads=1, prompts=(), num_tokens=1, folder=str(tmp_path))
+    with pytest.raises(ChildFailed, match=r"the oracle process ended with status 1: .*No module named"):
+        run_child("moesaic.audit.absent", "oracle", job, lambda phase: None)
+    assert asdict(job)["prompts"] == ()
+
+
+def test_the_command_fails_with_3_and_prints_json_all_the_same(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "right", CONFIGS["olmoe"]())
+    other = write_checkpoint(tmp_path / "wrong", CONFIGS["olmoe"](norm_topk_prob=True))
+    arguments = [
+        "verify",
+        str(folder),
+        "--reference",
+        str(other),
+        "--threads",
+        "1",
+        "--tokens",
+        "2",
+        "--json",
+    ]
+    done = subprocess.run([sys.executable, "-m", "moesaic", *arguments], capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    data = json.loads(done.stdout)
+    assert data["first_differing_layer"] == 0
+    assert data["ok"] is False
+    assert data["passes"][0]["peak_rss_bytes"]["oracle"] > 10_000_000
