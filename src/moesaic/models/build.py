@@ -26,7 +26,7 @@ from moesaic.layers.norm import LayerNorm, RmsNorm
 from moesaic.layers.rope import RopeTable
 from moesaic.models.accounting import Accounting, account
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.models.decoder import Decoder, DecoderLayer, FfnHalf, Mixer, MixerHalf, Norm
+from moesaic.models.decoder import Decoder, DecoderLayer, FfnHalf, Head, Mixer, MixerHalf
 from moesaic.models.deepseek_v2 import DEEPSEEK_V2
 from moesaic.models.deepseek_v3 import DEEPSEEK_V3
 from moesaic.models.dense_block import DenseBlock
@@ -42,7 +42,7 @@ from moesaic.models.llama import LLAMA
 from moesaic.models.llama4 import LLAMA4
 from moesaic.models.minimax_m2 import MINIMAX_M2
 from moesaic.models.mixtral import MIXTRAL
-from moesaic.models.moe_block import BranchNorms, Dense, MoeBlock
+from moesaic.models.moe_block import BranchNorms, Dense, MoeBlock, Norm
 from moesaic.models.names import WeightMap
 from moesaic.models.olmoe import OLMOE
 from moesaic.models.phimoe import PHIMOE
@@ -223,12 +223,14 @@ def _decoder(spec: ModelSpec, weights: Weights, ops: Ops) -> Decoder:
         embedding_VD=embedding_VD,
         layers=[parts.layer(layer_idx, layer) for layer_idx, layer in enumerate(spec.layers)],
         norm=parts.norm(weights.model, "norm"),
-        logit_softcap=spec.logit_softcap,
-        head_VD=embedding_VD if spec.has_tied_head else weights.model["head"],
-        head_bias_V=weights.model.get("head_bias"),
+        head=Head(
+            weight_VD=embedding_VD if spec.has_tied_head else weights.model["head"],
+            bias_V=weights.model.get("head_bias"),
+            scale=spec.logit_scale,
+            softcap=spec.logit_softcap,
+            ops=ops,
+        ),
         embedding_scale=spec.embedding_scale,
-        logit_scale=spec.logit_scale,
-        ops=ops,
     )
 
 

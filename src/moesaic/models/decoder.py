@@ -69,10 +69,29 @@ class DecoderLayer:
     scale: Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Head:
+    """softcap * tanh(scale * (weight @ h + bias) / softcap), of which a model has the weight at least.
+
+    Shapes:  weight_VD [V, D]; bias_V [V] or None.
+    """
+
+    weight_VD: Tensor
+    ops: Ops
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, hidden_BD: Tensor) -> Tensor:
+        """logits_BV [B, V] float32."""
+        logits_BV = _scaled(self.ops.logits(hidden_BD, self.weight_VD, self.bias_V), self.scale)
+        return logits_BV if self.softcap is None else self.ops.softcap(logits_BV, self.softcap)
+
+
 class Decoder:
     """Token ids to hidden states, and hidden states to logits.
 
-    Shapes:  embedding_VD and head_VD [V, D], the same tensor where they are tied; head_bias_V [V] or None.
+    Shapes:  embedding_VD [V, D], the head's own weight where the two are tied.
     """
 
     def __init__(
@@ -81,22 +100,14 @@ class Decoder:
         embedding_VD: Tensor,
         layers: Sequence[DecoderLayer],
         norm: Norm,
-        head_VD: Tensor,
-        head_bias_V: Tensor | None = None,
+        head: Head,
         embedding_scale: float = 1.0,
-        logit_scale: float = 1.0,
-        logit_softcap: float | None = None,
-        ops: Ops,
     ) -> None:
         self.embedding_VD = embedding_VD
         self.layers = tuple(layers)
         self.norm = norm
-        self.head_VD = head_VD
-        self.head_bias_V = head_bias_V
+        self.head = head
         self.embedding_scale = embedding_scale
-        self.logit_scale = logit_scale
-        self.logit_softcap = logit_softcap
-        self.ops = ops
 
     def forward(
         self, tokens_T: Tensor, batch: BatchLayout, pool: KvPool, tag: Tag, observe: Observe | None = None
@@ -118,8 +129,7 @@ class Decoder:
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """logits_BV [B, V] float32 of the rows that are to be sampled."""
-        logits_BV = _scaled(self.ops.logits(hidden_BD, self.head_VD, self.head_bias_V), self.logit_scale)
-        return logits_BV if self.logit_softcap is None else self.ops.softcap(logits_BV, self.logit_softcap)
+        return self.head(hidden_BD)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

@@ -136,7 +136,7 @@ def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
     tensors = random_tensors(config)
     head = tensors["model.embed_tokens.weight"].clone()
     same = load(write_checkpoint(tmp_path, config, tensors=tensors | {"lm_head.weight": head}), num_threads=1)
-    assert same.decoder.head_VD is same.decoder.embedding_VD
+    assert same.decoder.head.weight_VD is same.decoder.embedding_VD
     assert [tensor.key for tensor in same.accounting.unused] == ["lm_head.weight"]
     head = head.clone()
     head[3, 4] += 1
