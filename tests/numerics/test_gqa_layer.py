@@ -153,7 +153,6 @@ def test_bits_follow_the_rotation() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"has_output_gate": True}, "output gate"),
         ({"is_chunked": True, "window": 8}, "chunked windows"),
         ({"value_is_key": True}, "keys as values"),
         ({"kv_from": 0}, "another layer"),

@@ -39,6 +39,7 @@ class Filling:
     layer_idx: int | None = None
     expert_id: int | None = None
     stacked: Stacked | None = None
+    offset: float = 0.0  # added to what is stored
 
     @property
     def tensors(self) -> dict[str, Shape]:
@@ -116,9 +117,9 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Accoun
 
 
 def _model_fillings(spec: ModelSpec, names: WeightMap) -> Iterator[Filling]:
-    table = (spec.vocab, spec.hidden)
+    table, width = (spec.vocab, spec.hidden), (spec.hidden,)
     yield Filling(key=names.embedding, shape=table, half="model", name="embedding")
-    yield Filling(key=names.norm, shape=(spec.hidden,), half="model", name="norm")
+    yield Filling(key=names.norm, shape=width, half="model", name="norm", offset=spec.norm_offset)
     if not spec.has_tied_head:
         yield Filling(key=names.head, shape=table, half="model", name="head")
 
@@ -129,7 +130,8 @@ def _layer_fillings(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -
         for half, parameters in layer_parameters(layer, spec.hidden).items():
             for name, shape in parameters.items():
                 key = _spelling(checkpoint, prefix, names.layers[half][name])
-                yield Filling(key=key, shape=shape, half=half, name=name, layer_idx=layer_idx)
+                offset = spec.norm_offset if half == "norm" or name in ("q_norm", "k_norm") else 0.0
+                yield Filling(key=key, shape=shape, half=half, name=name, layer_idx=layer_idx, offset=offset)
         if isinstance(layer.ffn, MoeSpec):
             yield from _expert_fillings(checkpoint, prefix, layer.ffn, names, layer_idx)
 

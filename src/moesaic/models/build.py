@@ -21,6 +21,7 @@ from moesaic.hashing import digest
 from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.ops import Ops, choose, default_backend
 from moesaic.layers.attention import GqaAttention, PagedAttend
+from moesaic.layers.delta import GatedDelta
 from moesaic.layers.mla import MlaAttention
 from moesaic.layers.norm import RmsNorm
 from moesaic.layers.rope import RopeTable
@@ -37,7 +38,9 @@ from moesaic.models.mixtral import MIXTRAL
 from moesaic.models.moe_block import BranchNorms, Dense, MoeBlock
 from moesaic.models.names import WeightMap
 from moesaic.models.olmoe import OLMOE
+from moesaic.models.qwen3_5_moe import QWEN3_5_MOE
 from moesaic.models.qwen3_moe import QWEN3_MOE
+from moesaic.models.qwen3_next import QWEN3_NEXT
 from moesaic.models.weights import (
     Progress,
     Weights,
@@ -52,7 +55,16 @@ from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
 from moesaic.spec.families import read_config
 from moesaic.spec.locate import locate_folder
-from moesaic.spec.model import DenseSpec, GqaSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from moesaic.spec.model import (
+    DenseSpec,
+    GqaSpec,
+    LayerSpec,
+    LinearSpec,
+    MlaSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeSpec,
+)
 from moesaic.spec.numerics import DType, Numerics
 from moesaic.spec.numerics import preset as numerics_of
 
@@ -66,6 +78,8 @@ FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
         "gemma4": GEMMA4,
         "gpt_oss": GPT_OSS,
         "llama4": LLAMA4,
+        "qwen3_next": QWEN3_NEXT,
+        "qwen3_5_moe": QWEN3_5_MOE,
     }
 )
 """The families that run; `spec.families.RUNNABLE` says the same without torch."""
@@ -164,7 +178,9 @@ def build(
     proof = ops.prove(
         matmul_shapes(accounting),
         float32_weights=router_shapes(accounting),
-        heads=[_head_widths(layer.mixer) for layer in spec.layers if layer.mixer is not None],
+        heads=[
+            _head_widths(layer.mixer) for layer in spec.layers if isinstance(layer.mixer, GqaSpec | MlaSpec)
+        ],
     )
     weights = read_weights(checkpoint, spec, numerics, accounting, progress)
     decoding = decoding_note(checkpoint, accounting, numerics)
@@ -205,11 +221,10 @@ def _family(spec: ModelSpec) -> WeightMap:
     return FAMILIES[spec.family]
 
 
-def _head_widths(mixer: object) -> tuple[int, int]:
+def _head_widths(mixer: GqaSpec | MlaSpec) -> tuple[int, int]:
     """Key width and value width of a head, as attention sees it."""
     if isinstance(mixer, MlaSpec):
         return mixer.kv_lora_rank + mixer.rope_dim, mixer.kv_lora_rank
-    assert isinstance(mixer, GqaSpec), "other mixers were refused by the accounting"
     return mixer.head_dim, mixer.head_dim
 
 
@@ -261,7 +276,7 @@ class _Parts:
         return RmsNorm(weight_D, self.spec.norm_eps, self.ops)
 
     def mixer(self, layer_idx: int, mixer: object) -> Mixer:
-        """Grouped-query or latent attention over one rank's pool."""
+        """Grouped-query, latent or linear attention over one rank's pool."""
         # Taken out, not looked up: latent attention keeps kv_b in a form of its own; this one can be freed.
         weights = self.weights.layers[layer_idx].pop("mixer")
         if isinstance(mixer, MlaSpec):
@@ -269,6 +284,8 @@ class _Parts:
             return MlaAttention(
                 mixer, weights, self.ops, self.rope(mixer.rope), attend, norm_eps=LATENT_NORM_EPS
             )
+        if isinstance(mixer, LinearSpec):
+            return GatedDelta(mixer, weights, self.ops, norm_eps=self.spec.norm_eps)
         assert isinstance(mixer, GqaSpec), (
             "other mixers have no parameters and were refused by the accounting"
         )
