@@ -170,6 +170,53 @@ def family_config(family: str, **changes: Any) -> Config:
     return _COMMON | FAMILY_CONFIGS[family] | changes
 
 
+_DELTA: Config = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "partial_rotary_factor": 0.5,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
+
+
+def qwen3_next_config(**changes: Any) -> Config:
+    """Three layers, the middle one with gated attention and dense; three value heads to a key head."""
+    return _COMMON | _DELTA | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "intermediate_size": 96,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+        "rope_scaling": None,
+    } | changes  # fmt: skip
+
+
+def qwen3_5_moe_config(**changes: Any) -> Config:
+    """The text model alone, every layer sparse; per-axis positions, which are plain ones on text."""
+    config = _COMMON | _DELTA | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_interleaved": True,
+            "mrope_section": [3, 3, 2],
+        },
+    } | changes  # fmt: skip
+    del config["rope_theta"], config["partial_rotary_factor"]
+    return config
+
+
 CONFIGS: Mapping[str, Callable[..., Config]] = {
     "llama": llama_config,
     "qwen3_moe": qwen3_moe_config,
@@ -180,6 +227,8 @@ CONFIGS: Mapping[str, Callable[..., Config]] = {
     "llama4": llama4_config,
     "gemma4": gemma4_config,
     **{family: partial(family_config, family) for family in FAMILY_CONFIGS},
+    "qwen3_next": qwen3_next_config,
+    "qwen3_5_moe": qwen3_5_moe_config,
 }
 
 
@@ -217,8 +266,11 @@ def tensor_shapes(config: Config) -> dict[str, Shape]:
     for layer_idx in range(config["num_hidden_layers"]):
         layer = f"model.layers.{layer_idx}"
         shapes |= {f"{layer}.input_layernorm.weight": (D,), f"{layer}.post_attention_layernorm.weight": (D,)}
-        attention = _mla_shapes(config) if "kv_lora_rank" in config else _gqa_shapes(config)
-        shapes |= {f"{layer}.self_attn.{name}": shape for name, shape in attention.items()}
+        if is_linear(config, layer_idx):
+            shapes |= {f"{layer}.linear_attn.{name}": shape for name, shape in _delta_shapes(config).items()}
+        else:
+            attention = _mla_shapes(config) if "kv_lora_rank" in config else _gqa_shapes(config)
+            shapes |= {f"{layer}.self_attn.{name}": shape for name, shape in attention.items()}
         shapes |= {f"{layer}.{name}": shape for name, shape in _ffn_shapes(config, layer_idx).items()}
     if config["model_type"] == "phimoe":
         shapes |= {f"{k.removesuffix('weight')}bias": v for k, v in shapes.items() if "norm." in k}
@@ -228,16 +280,38 @@ def tensor_shapes(config: Config) -> dict[str, Shape]:
 def _gqa_shapes(config: Config) -> dict[str, Shape]:
     D, H, G = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     C = config.get("head_dim") or D // H
-    kind = config["model_type"]
+    kind, is_gated = config["model_type"], "linear_num_key_heads" in config
     has_bias = config.get("qkv_bias") or config.get("use_bias") or config["attention_bias"]
-    shapes = _linears({"q_proj": (H * C, D), "k_proj": (G * C, D), "v_proj": (G * C, D)}, has_bias=has_bias)
+    sizes = {"q_proj": (H * C * (2 if is_gated else 1), D), "k_proj": (G * C, D), "v_proj": (G * C, D)}
+    shapes = _linears(sizes, has_bias=has_bias)
     has_out_bias = has_bias and kind not in ("qwen2_moe", "glm4_moe")
     shapes |= _linears({"o_proj": (D, H * C)}, has_bias=has_out_bias)
-    if kind in ("qwen3_moe", "dots1") or config.get("use_qk_norm"):
+    if kind in ("qwen3_moe", "dots1") or config.get("use_qk_norm") or is_gated:
         shapes |= {"q_norm.weight": (C,), "k_norm.weight": (C,)}
     if kind in ("olmoe", "minimax_m2"):
         shapes |= {"q_norm.weight": (H * C,), "k_norm.weight": (G * C,)}
     return shapes
+
+
+def _delta_shapes(config: Config) -> dict[str, Shape]:
+    D, H = config["hidden_size"], config["linear_num_value_heads"]
+    key = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    value = H * config["linear_value_head_dim"]
+    if config["model_type"] == "qwen3_next":
+        sizes = {"in_proj_qkvz": (2 * key + 2 * value, D), "in_proj_ba": (2 * H, D)}
+    else:
+        sizes = {
+            "in_proj_qkv": (2 * key + value, D),
+            "in_proj_z": (value, D),
+            "in_proj_b": (H, D),
+            "in_proj_a": (H, D),
+        }
+    return _linears(sizes | {"out_proj": (D, value)}, has_bias=False) | {
+        "conv1d.weight": (2 * key + value, 1, config["linear_conv_kernel_dim"]),
+        "A_log": (H,),
+        "dt_bias": (H,),
+        "norm.weight": (config["linear_value_head_dim"],),
+    }
 
 
 def _mla_shapes(config: Config) -> dict[str, Shape]:
@@ -257,7 +331,7 @@ def _ffn_shapes(config: Config, layer_idx: int) -> dict[str, Shape]:
     has_bias = bool(config.get("mlp_bias") or config.get("use_bias"))
     if not is_sparse(config, layer_idx):
         return _gated_shapes("mlp", D, config["intermediate_size"], has_bias=has_bias)
-    E, F = num_experts(config), config.get("moe_intermediate_size", config["intermediate_size"])
+    E, F = num_experts(config), config.get("moe_intermediate_size", config.get("intermediate_size"))
     if kind == "granitemoe":
         return {
             "block_sparse_moe.router.layer.weight": (E, D),
@@ -276,7 +350,7 @@ def _ffn_shapes(config: Config, layer_idx: int) -> dict[str, Shape]:
     num_shared = config.get("n_shared_experts") or config.get("moe_num_shared_experts")
     if num_shared:
         shapes |= _gated_shapes("mlp.shared_experts", D, F * num_shared, has_bias=has_bias)
-    if kind == "qwen2_moe":
+    if "shared_expert_intermediate_size" in config:
         F = config["shared_expert_intermediate_size"]
         shapes |= _gated_shapes("mlp.shared_expert", D, F, has_bias=False)
         shapes["mlp.shared_expert_gate.weight"] = (1, D)
@@ -308,6 +382,13 @@ def is_sparse(config: Config, layer_idx: int) -> bool:
     return num_experts(config) > 0 and is_due and layer_idx not in config.get("mlp_only_layers", ())
 
 
+def is_linear(config: Config, layer_idx: int) -> bool:
+    """Whether a layer has linear attention."""
+    if config.get("layer_types"):
+        return config["layer_types"][layer_idx] == "linear_attention"
+    return bool((layer_idx + 1) % config.get("full_attention_interval", 1))
+
+
 def random_tensors(config: Config, *, seed: int = 0) -> dict[str, Tensor]:
     """Float32 values for `tensor_shapes`, each tensor from its own name and the seed."""
     tensors = {}
@@ -316,12 +397,20 @@ def random_tensors(config: Config, *, seed: int = 0) -> dict[str, Tensor]:
         noise = torch.randn(shape, generator=generator)
         special = checkpoints_stacked.scaled(config, name, noise)
         tensors[name] = _scaled(name, noise) if special is None else special
+        if "linear_num_key_heads" in config and "norm" in name and ".linear_attn." not in name:
+            tensors[name] -= 1.0  # stored as the distance from 1
     if config["tie_word_embeddings"]:  # it is the head as well
         tensors["model.embed_tokens.weight"] *= 2.0 / math.sqrt(config["hidden_size"])
     return tensors
 
 
 def _scaled(name: str, noise: Tensor) -> Tensor:
+    if name.endswith("A_log"):
+        return 0.7 * noise - 1.5  # a state that forgets half in one to ten tokens
+    if name.endswith("dt_bias"):
+        return 0.5 * noise
+    if "conv1d" in name:
+        return 0.6 * noise
     if name.endswith("e_score_correction_bias"):
         return 0.2 * noise
     if name.endswith(".bias"):

@@ -42,12 +42,16 @@ def fresh_model(family: str, dtype: DType = "float32") -> LoadedModel:
 
 
 def make_engine(model: LoadedModel, *, grammars: Grammars | None = None, **options: Any) -> Engine:
-    """A started engine; `num_blocks` sets the pool by blocks."""
+    """A started engine; `num_blocks` sets the pools of blocks, and leaves state slots as they are."""
     num_blocks = options.pop("num_blocks", None)
     config = EngineConfig.parse("tiny", {"num_threads": 1, **options})
     resolved = config.resolve(model.spec, model.numerics, read_machine())
     if num_blocks is not None:
-        resolved = replace(resolved, num_blocks=(num_blocks,) * len(resolved.groups))
+        pairs = zip(resolved.groups, resolved.num_blocks, strict=True)
+        resolved = replace(
+            resolved,
+            num_blocks=tuple(have if group.kind == "state" else num_blocks for group, have in pairs),
+        )
     return assemble(model, resolved, grammars=grammars).start()
 
 

@@ -20,10 +20,11 @@ from moesaic.steps import drive
 
 @dataclass(kw_only=True)
 class Cached:
-    """How many tokens of a sequence are in the pool, and its blocks in each cache group."""
+    """How many tokens of a sequence are in the pool, its blocks in each cache group, its two state slots."""
 
     num_tokens: int = 0
     blocks: list[list[int]] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)  # the slot that is read next, then the one written
 
 
 class PagedModel:
@@ -82,6 +83,9 @@ class PagedModel:
         start = sequence.num_tokens
         sequence.num_tokens += len(tokens)
         for group, blocks, free in zip(self.pool.groups, sequence.blocks, self._free, strict=True):
+            if group.kind == "state":
+                sequence.states = sequence.states[::-1] or [free.pop(), free.pop()]
+                continue
             while len(blocks) * kv_block < sequence.num_tokens:
                 blocks.append(free.pop())
             passed = group.first_live_idx(start, kv_block)
@@ -93,8 +97,8 @@ class PagedModel:
             is_sampled=True,
             token_ids=tuple(tokens),
             blocks=tuple(tuple(blocks) for blocks in sequence.blocks),
-            state_from=None,
-            state_to=None,
+            state_from=sequence.states[0] if sequence.states and start else None,
+            state_to=sequence.states[1] if sequence.states else None,
         )
 
 

@@ -21,9 +21,10 @@ SCOPE = KvKeyScope(model_digest="m", numerics_digest="n", tokenizer_digest="t", 
 def parts(model):
     kv_block = model.numerics.kv_block
     groups = cache_groups(model.spec, model.numerics.kv_format, kv_block)
-    ledger = KvLedger(groups, (16,), kv_block=kv_block, scope=SCOPE)
+    num_blocks = (16,) * len(groups)
+    ledger = KvLedger(groups, num_blocks, kv_block=kv_block, scope=SCOPE)
     limits = Limits(max_num_seqs=4, max_tokens_per_step=8, max_model_len=100, max_waiting=10)
-    pool = KvPool(model.spec, model.numerics, (16,))
+    pool = KvPool(model.spec, model.numerics, num_blocks)
     return Scheduler(ledger, limits), Worker(Runner(model.decoder, pool), model.spec, traces_routes=True)
 
 
@@ -41,9 +42,9 @@ def content(result: StepResult):
     )
 
 
-@pytest.mark.parametrize("num_times", [1, 2, 3])
-def test_running_a_plan_again_changes_nothing(num_times):
-    model = tiny_model("qwen3_moe")
+@pytest.mark.parametrize(("family", "num_times"), [("qwen3_moe", 1), ("qwen3_moe", 3), ("qwen3_next", 2)])
+def test_running_a_plan_again_changes_nothing(family, num_times):
+    model = tiny_model(family)
     once, twice = parts(model), parts(model)
     requests = [
         make_request("a", random_prompt(11, 1), seed=1, max_tokens=6, repetition_penalty=1.4, logprobs=1),

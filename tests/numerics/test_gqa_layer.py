@@ -153,11 +153,7 @@ def test_bits_follow_the_rotation() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"has_output_gate": True}, "output gate"),
-        ({"is_chunked": True, "window": 8}, "chunked windows"),
-        ({"value_is_key": True}, "keys as values"),
         ({"kv_from": 0}, "another layer"),
-        ({"qk_norm": "l2"}, "without a weight"),
         ({"num_kv_heads": 3}, "num_kv_heads = 3 must divide num_heads = 4"),
     ],
 )

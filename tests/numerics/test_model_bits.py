@@ -13,12 +13,15 @@ from torch import Tensor
 
 from moesaic.experts.contract import Routing
 from moesaic.kernels.ops import backends, default_backend
+from moesaic.kernels.state_view import StateView
+from moesaic.kv.pool import BatchLayout
 from moesaic.models.build import LoadedModel, load
+from moesaic.spec.model import LinearSpec
 
 PROMPT = random_tokens(70, 256, seed=11)  # past every window of the test configs
 CONTINUATION = random_tokens(8, 256, seed=12)
 # Every family on the backend that users get here (known parts with the long tests), and two on all others.
-LONG = set(FAMILY_CONFIGS) - {"granitemoe", "phimoe"}
+LONG = {"qwen3_5_moe", *FAMILY_CONFIGS} - {"granitemoe", "phimoe"}
 CASES = [
     pytest.param((family, default_backend()), marks=[pytest.mark.long] if family in LONG else [])
     for family in CONFIGS
@@ -110,6 +113,8 @@ def test_neighbours_change_nothing(model: LoadedModel, alone: tuple[Tensor, Tens
 
 
 def test_a_prefix_in_the_pool_changes_nothing(model: LoadedModel, alone: tuple[Tensor, Tensor]) -> None:
+    if any(isinstance(layer.mixer, LinearSpec) for layer in model.spec.layers):
+        pytest.skip("a running state cannot be cut at a block: such models find no prefixes")
     prefill, decode = alone
     paged = PagedModel(model, seed=3)
     paged.step(("other", random_tokens(9, 256, seed=30)), ("first", [*PROMPT[:60], 1, 2, 3]))
@@ -118,30 +123,38 @@ def test_a_prefix_in_the_pool_changes_nothing(model: LoadedModel, alone: tuple[T
     assert torch.equal(paged.run("r", CONTINUATION), decode)
 
 
-def test_what_a_block_held_before_changes_nothing(model: LoadedModel, alone: tuple[Tensor, Tensor]) -> None:
-    prefill, _ = alone
+def test_what_blocks_and_slots_held_before_changes_nothing(
+    model: LoadedModel, alone: tuple[Tensor, Tensor]
+) -> None:
+    prefill, decode = alone
     paged = PagedModel(model, seed=4)
     for layer_idx, layer in enumerate(model.spec.layers):
         if layer.mixer is not None:
-            view = paged.pool.view(layer_idx, _empty_layout(paged))
-            view.key_pool[:-1].fill_(float("nan"))  # the last block is the pool's own zero block
-            if view.value_pool is not None:
-                view.value_pool[:-1].fill_(float("nan"))
+            view = paged.pool.view(layer_idx, BatchLayout.of([], paged.pool))
+            if isinstance(view, StateView):
+                held = [view.states, view.tails]
+            else:  # the last block is the pool's own zero block
+                held = [view.key_pool[:-1], *([] if view.value_pool is None else [view.value_pool[:-1]])]
+            for tensor in held:
+                tensor.fill_(float("nan"))
     assert torch.equal(paged.run("r", PROMPT, chunk=40), prefill)
+    assert torch.equal(paged.run("r", CONTINUATION, chunk=3), decode)
 
 
-def _empty_layout(paged: PagedModel):  # type: ignore[no-untyped-def]
-    from moesaic.kv.pool import BatchLayout
-
-    return BatchLayout.of([], paged.pool)
-
-
-def test_the_comparison_can_fail(model: LoadedModel, alone: tuple[Tensor, Tensor]) -> None:
+@pytest.mark.parametrize("what", ["blocks", "states"])
+def test_the_comparison_can_fail(model: LoadedModel, alone: tuple[Tensor, Tensor], what: str) -> None:
     prefill, _ = alone
     paged = PagedModel(model)
     paged.run("r", PROMPT[:64])
     paged.run("other", random_tokens(64, 256, seed=40))
-    paged.sequences["r"].blocks[0][3] = paged.sequences["other"].blocks[0][3]
+    one, other = paged.sequences["r"], paged.sequences["other"]
+    if what == "states":
+        if not one.states:
+            pytest.skip("no layer keeps a state")
+        one.states[1] = other.states[1]  # read by the next step
+    else:
+        group_idx = next(i for i, group in enumerate(paged.pool.groups) if group.kind != "state")
+        one.blocks[group_idx][3] = other.blocks[group_idx][3]
     assert not torch.equal(paged.run("r", PROMPT[64:]), prefill[64:])
 
 

@@ -31,7 +31,9 @@ def test_every_tensor_matters(tmp_path: Path, family: str) -> None:
     base = logits_of(load(write_checkpoint(tmp_path, config, tensors=tensors), num_threads=1))
     # One of each kind: the last layer's, the last expert's; and the selection bias of some layer.
     kinds = {re.sub(r"\.\d+\.", ".N.", name): name for name in tensors}
-    assert len(kinds) >= 12
+    if family == "qwen3_5_moe":  # what Qwen3-Next does not have
+        kinds = {kind: name for kind, name in kinds.items() if ".in_proj_" in kind}
+    assert len(kinds) >= (4 if family == "qwen3_5_moe" else 12)
     for name in kinds.values():
         write_checkpoint(tmp_path, config, tensors=tensors | {name: others[name]})
         difference = (logits_of(load(tmp_path, num_threads=1)) - base).abs().max()

@@ -26,6 +26,7 @@ from moesaic.spec.safetensors import read_header
 
 CONTEXT_LEN = 1024
 """Tokens of context that the per-token operations and a step's KV are shown for."""
+STATE_NOTE = "no prefix is reused between requests: a running state cannot be cut at a block"
 
 _EXPERT_NAME = re.compile(r"(^|\.)experts(\.|_|$)|(^|\.)block_sparse_moe\.|_experts?\.\d+\.")
 
@@ -121,6 +122,8 @@ def inspect(
     located = locate(name_or_path, hub=hub)
     spec = read_config(located.config, name=_file_name(located))
     checkpoint, notes = _look_at_files(located, spec)
+    if spec.is_runnable and kv_footprint(spec).state_bytes:
+        notes = (*notes, STATE_NOTE)
     return _collect(located.name, located.kind, spec, batch, views, checkpoint, notes)
 
 

@@ -49,7 +49,7 @@ def consult(job: Job, say: Say) -> Mapping[str, Any]:
 
 def _load(job: Job) -> Any:
     dtype = getattr(torch, job.dtype or "float32")
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         job.model,
         dtype=dtype,
         attn_implementation="eager",
@@ -57,6 +57,7 @@ def _load(job: Job) -> Any:
         output_loading_info=True,
         local_files_only=True,
     )
+    model, info = loaded
     for name in ("missing_keys", "mismatched_keys"):
         if info.get(name):
             raise CheckpointError(f"transformers {__version__} has no weights for {sorted(info[name])[:5]}")

@@ -57,6 +57,11 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return vectorised(torch.tanh, x.float() / cap) * cap
 
 
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x), float32."""
+    return vectorised(F.softplus, x)
+
+
 def sum_last(x: Tensor) -> Tensor:
     """The sum over the last dim, kept as size 1: halves are added until one number is left."""
     while x.shape[-1] > 1:

@@ -18,6 +18,7 @@ from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.kv_view import KvView
 from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.reference import ReferenceOps
+from moesaic.kernels.state_view import StateView
 from moesaic.spec.model import Activation
 from moesaic.spec.numerics import Numerics
 
@@ -70,12 +71,23 @@ class Ops(Protocol):
         """cap * tanh(x / cap) in float32."""
         ...
 
+    def softplus(self, x: Tensor) -> Tensor:
+        """log(1 + e^x) in float32."""
+        ...
+
     def softmax_float32(self, logits_TE: Tensor) -> Tensor:
         """Softmax over the last dim in float32."""
         ...
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) over the last dim in float32, rounded to x's dtype, times any weight."""
+        """x / sqrt(mean(x^2) + eps) over the last dim in float32, times any weight, in x's dtype.
+
+        Before the weight it is rounded to the weight's dtype.
+        """
+        ...
+
+    def l2_norm(self, x: Tensor, eps: float) -> Tensor:
+        """x / sqrt(sum(x^2) + eps) over the last dim, in float32."""
         ...
 
     def layer_norm(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
@@ -106,6 +118,28 @@ class Ops(Protocol):
         `window` counts visible positions, the query's own included; `is_chunked` starts it at a multiple of
         itself instead of letting it trail. `value_width` is the number of leading
         key columns that are the value, where the view has no value pool.
+        """
+        ...
+
+    def causal_conv(self, x_TF: Tensor, weight_FX: Tensor, view: StateView) -> Tensor:
+        """Each channel's latest inputs weighted and summed, as [T, F] in the seam dtype; moves tails on.
+
+        Shapes:  weight_FX [F, conv width], oldest input first.
+        """
+        ...
+
+    def delta_rule(
+        self,
+        q_TGC: Tensor,
+        k_TGC: Tensor,
+        v_THC: Tensor,
+        log_decay_TH: Tensor,
+        beta_TH: Tensor,
+        view: StateView,
+    ) -> Tensor:
+        """The gated delta rule's readings [T, H, C'] in the seam dtype, float32 inside; moves states on.
+
+        Shapes:  q and k [T, G, C], v [T, H, C']; consecutive value heads share a key head.
         """
         ...
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import ConfigError, KernelUnavailable
-from moesaic.kernels import elementwise, paged
+from moesaic.kernels import elementwise, paged, recurrent
 from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.invariance import InvarianceProof, ProofTable
 from moesaic.kernels.kv_view import KvView
 from moesaic.kernels.matmul import TiledMatmul
 from moesaic.kernels.row_sum import RowSum
+from moesaic.kernels.state_view import StateView
 from moesaic.spec.model import Activation
 from moesaic.spec.numerics import Numerics
 
@@ -107,16 +108,30 @@ class ReferenceOps:
         """cap * tanh(x / cap) in float32."""
         return elementwise.softcap(x, cap)
 
+    def softplus(self, x: Tensor) -> Tensor:
+        """log(1 + e^x) in float32."""
+        return elementwise.softplus(x)
+
     def softmax_float32(self, logits_TE: Tensor) -> Tensor:
         """Softmax over the last dim in float32."""
         return elementwise.softmax_last(logits_TE)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) over the last dim in float32, rounded to x's dtype, times any weight."""
+        """x / sqrt(mean(x^2) + eps) over the last dim in float32, times any weight, in x's dtype.
+
+        Before the weight it is rounded to the weight's dtype.
+        """
         wide = x_TD.float()
         mean = self._row_sum(wide * wide) / wide.shape[-1]
-        normed_TD = (wide * (mean + eps).sqrt().reciprocal()).to(x_TD.dtype)
-        return normed_TD if weight_D is None else normed_TD * weight_D
+        normed_TD = wide * (mean + eps).sqrt().reciprocal()
+        if weight_D is not None:
+            normed_TD = normed_TD.to(weight_D.dtype) * weight_D
+        return normed_TD.to(x_TD.dtype)
+
+    def l2_norm(self, x: Tensor, eps: float) -> Tensor:
+        """x / sqrt(sum(x^2) + eps) over the last dim, in float32."""
+        wide = x.float()
+        return wide * (self._row_sum(wide * wide) + eps).sqrt().reciprocal()
 
     def layer_norm(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
         """(x - mean) / sqrt(variance + eps) * weight (+ bias) over the last dim in float32, in x's dtype."""
@@ -169,6 +184,23 @@ class ReferenceOps:
             sinks_H=sinks_H,
             value_width=value_width,
         ).to(self._seam)
+
+    def causal_conv(self, x_TF: Tensor, weight_FX: Tensor, view: StateView) -> Tensor:
+        """Each channel's latest inputs weighted and summed, as [T, F] in the seam dtype; moves tails on."""
+        return recurrent.causal_conv(x_TF, weight_FX, view).to(self._seam)
+
+    def delta_rule(
+        self,
+        q_TGC: Tensor,
+        k_TGC: Tensor,
+        v_THC: Tensor,
+        log_decay_TH: Tensor,
+        beta_TH: Tensor,
+        view: StateView,
+    ) -> Tensor:
+        """The gated delta rule's readings [T, H, C'] in the seam dtype, float32 inside; moves states on."""
+        q_TGC, k_TGC, v_THC = q_TGC.float(), k_TGC.float(), v_THC.float()
+        return recurrent.delta_rule(q_TGC, k_TGC, v_THC, log_decay_TH, beta_TH, view).to(self._seam)
 
     def prove(
         self,

@@ -108,7 +108,8 @@ class GqaAttention:
 
     Weights: q k v o, without v where keys are values, and as the spec says q_bias k_bias v_bias o_bias,
              q_norm k_norm, sinks.
-    Shapes:  q [H * C, D], k and v [G * C, D], o [D, H * C]; norms [C] per head, or [H * C] and [G * C].
+    Shapes:  q [H * C, D], k and v [G * C, D], o [D, H * C]; norms [C] per head, or [H * C] and [G * C]. With
+             an output gate q is [H * 2C, D]: of each head the query's rows, then the gate's.
     """
 
     def __init__(
@@ -134,7 +135,8 @@ class GqaAttention:
         owner = WeightSet("grouped-query attention", weights)
         hidden = weights["o"].shape[0] if "o" in weights else 0
         query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self._q = owner.linear("q", (query, hidden), ops, has_bias=spec.has_qkv_bias)
+        q_rows = 2 * query if spec.has_output_gate else query
+        self._q = owner.linear("q", (q_rows, hidden), ops, has_bias=spec.has_qkv_bias)
         self._k = owner.linear("k", (key, hidden), ops, has_bias=spec.has_qkv_bias)
         self._v = None
         if not spec.value_is_key:
@@ -156,7 +158,11 @@ class GqaAttention:
     def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView) -> Steps[Tensor]:
         """[T, D] in the seam dtype; every row attends to its own sequence in the pool."""
         spec = self._spec
-        q_THC = self._heads(self._q(x_TD), self._q_norm, spec.num_heads)
+        q_TF, gate_TF = self._q(x_TD), None
+        if spec.has_output_gate:
+            both_THC = q_TF.unflatten(1, (spec.num_heads, 2 * spec.head_dim))
+            q_TF, gate_TF = (half.flatten(1) for half in both_THC.chunk(2, dim=-1))
+        q_THC = self._heads(q_TF, self._q_norm, spec.num_heads)
         key_TF = self._k(x_TD)
         key_TGC = self._heads(key_TF, self._k_norm, spec.num_kv_heads)
         value_TGC = self._heads(key_TF if self._v is None else self._v(x_TD), None, spec.num_kv_heads)
@@ -171,7 +177,10 @@ class GqaAttention:
             q_THC = self._temperature.scale(q_THC, positions_T)
         new_kv = NewKv(key_TGC=key_TGC, value_TGC=value_TGC)
         out_THC = yield from self._attend(q_THC, new_kv, view)
-        return self._o(out_THC.flatten(1))
+        out_TF = out_THC.flatten(1)
+        if gate_TF is not None:
+            out_TF = (out_TF.float() * self._ops.sigmoid(gate_TF)).to(out_TF.dtype)
+        return self._o(out_TF)
 
     def _heads(self, x_TF: Tensor, norm: RmsNorm | None, num_heads: int) -> Tensor:
         """A projection as heads [T, H, C], normed over all heads or each, then clipped.
@@ -190,10 +199,7 @@ class GqaAttention:
 def _check(spec: GqaSpec) -> None:
     missing = [
         text
-        for is_needed, text in (
-            (spec.has_output_gate, "an output gate (Qwen3-Next)"),
-            (spec.kv_from is not None, "keys and values of another layer (Gemma 4)"),
-        )
+        for is_needed, text in ((spec.kv_from is not None, "keys and values of another layer (Gemma 4)"),)
         if is_needed
     ]
     if missing:

@@ -40,6 +40,7 @@ class Filling:
     expert_id: int | None = None
     is_row: bool = False  # stored as [1, n] where the parameter is [n]
     stacked: Stacked | None = None
+    offset: float = 0.0  # added to what is stored
 
     @property
     def stored_shape(self) -> Shape:
@@ -128,7 +129,7 @@ def _model_fillings(spec: ModelSpec, names: WeightMap) -> Iterator[Filling]:
     yield Filling(key=names.embedding, shape=table, half="model", name="embedding")
     norm_keys = {"norm": names.norm, "norm_bias": names.norm_bias}
     for name, shape in norm_parameters("norm", spec.hidden, has_bias=spec.has_norm_bias).items():
-        yield Filling(key=norm_keys[name], shape=shape, half="model", name=name)
+        yield Filling(key=norm_keys[name], shape=shape, half="model", name=name, offset=spec.norm_offset)
     if not spec.has_tied_head:
         yield Filling(key=names.head, shape=table, half="model", name="head")
     if spec.has_head_bias:
@@ -149,6 +150,7 @@ def _layer_fillings(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -
                     name=name,
                     layer_idx=layer_idx,
                     is_row=isinstance(keys, Row),
+                    offset=spec.norm_offset if half == "norm" or name in ("q_norm", "k_norm") else 0.0,
                 )
         if isinstance(layer.ffn, MoeSpec):
             yield from _expert_fillings(checkpoint, prefix, layer.ffn, names, layer_idx)

@@ -21,6 +21,7 @@ from moesaic.hashing import digest
 from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.ops import Ops, choose, default_backend
 from moesaic.layers.attention import GqaAttention, PagedAttend
+from moesaic.layers.delta import GatedDelta
 from moesaic.layers.mla import MlaAttention
 from moesaic.layers.norm import LayerNorm, RmsNorm
 from moesaic.layers.rope import RopeTable
@@ -47,7 +48,9 @@ from moesaic.models.names import WeightMap
 from moesaic.models.olmoe import OLMOE
 from moesaic.models.phimoe import PHIMOE
 from moesaic.models.qwen2_moe import QWEN2_MOE
+from moesaic.models.qwen3_5_moe import QWEN3_5_MOE
 from moesaic.models.qwen3_moe import QWEN3_MOE
+from moesaic.models.qwen3_next import QWEN3_NEXT
 from moesaic.models.weights import (
     Progress,
     Weights,
@@ -62,7 +65,16 @@ from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
 from moesaic.spec.families import read_config
 from moesaic.spec.locate import locate_folder
-from moesaic.spec.model import DenseSpec, GqaSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec
+from moesaic.spec.model import (
+    DenseSpec,
+    GqaSpec,
+    LayerSpec,
+    LinearSpec,
+    MlaSpec,
+    ModelSpec,
+    MoeSpec,
+    RopeSpec,
+)
 from moesaic.spec.numerics import DType, Numerics
 from moesaic.spec.numerics import preset as numerics_of
 
@@ -86,6 +98,8 @@ FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
         "ernie4_5_moe": ERNIE4_5_MOE,
         "granitemoe": GRANITEMOE,
         "phimoe": PHIMOE,
+        "qwen3_next": QWEN3_NEXT,
+        "qwen3_5_moe": QWEN3_5_MOE,
     }
 )
 """The families that run; `spec.families.RUNNABLE` says the same without torch."""
@@ -173,7 +187,9 @@ def build(
     proof = ops.prove(
         matmul_shapes(accounting),
         float32_weights=router_shapes(accounting),
-        heads=[_head_widths(layer.mixer) for layer in spec.layers if layer.mixer is not None],
+        heads=[
+            _head_widths(layer.mixer) for layer in spec.layers if isinstance(layer.mixer, GqaSpec | MlaSpec)
+        ],
     )
     weights = read_weights(checkpoint, spec, numerics, accounting, progress)
     decoding = decoding_note(checkpoint, accounting, numerics)
@@ -208,11 +224,10 @@ def _family(spec: ModelSpec) -> WeightMap:
     return FAMILIES[spec.family]
 
 
-def _head_widths(mixer: object) -> tuple[int, int]:
+def _head_widths(mixer: GqaSpec | MlaSpec) -> tuple[int, int]:
     """Key width and value width of a head, as attention sees it."""
     if isinstance(mixer, MlaSpec):
         return mixer.kv_lora_rank + mixer.rope_dim, mixer.kv_lora_rank
-    assert isinstance(mixer, GqaSpec), "other mixers were refused by the accounting"
     return mixer.head_dim, mixer.head_dim
 
 
@@ -274,7 +289,7 @@ class _Parts:
         return RmsNorm(weights[name], self.spec.norm_eps, self.ops)
 
     def mixer(self, layer_idx: int, mixer: object) -> Mixer:
-        """Grouped-query or latent attention over one rank's pool."""
+        """Grouped-query, latent or linear attention over one rank's pool."""
         # Taken out, not looked up: latent attention keeps kv_b in a form of its own; this one can be freed.
         weights = self.weights.layers[layer_idx].pop("mixer")
         if isinstance(mixer, MlaSpec):
@@ -282,6 +297,8 @@ class _Parts:
             return MlaAttention(
                 mixer, weights, self.ops, self.rope(mixer.rope), attend, norm_eps=LATENT_NORM_EPS
             )
+        if isinstance(mixer, LinearSpec):
+            return GatedDelta(mixer, weights, self.ops, norm_eps=self.spec.norm_eps)
         assert isinstance(mixer, GqaSpec), (
             "other mixers have no parameters and were refused by the accounting"
         )

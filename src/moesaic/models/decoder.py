@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from moesaic.experts.contract import Tag
 from moesaic.kernels.ops import Ops
 from moesaic.kv.pool import BatchLayout, KvPool
-from moesaic.layers.attention import KvView
 from moesaic.models.moe_block import Dense, MoeBlock, Norm, Observe
 from moesaic.steps import Steps
 
@@ -19,8 +18,11 @@ from moesaic.steps import Steps
 class Mixer(Protocol):
     """The half of a layer in which tokens see each other."""
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView) -> Steps[Tensor]:
-        """[T, D] in the seam dtype; writes this step's KV to the pool, then reads only the pool."""
+    def forward(self, x_TD: Tensor, positions_T: Tensor, view: Any) -> Steps[Tensor]:
+        """[T, D] in the seam dtype; writes this step's KV to the pool, then reads only the pool.
+
+        `view` is what the pool has of the layer: a `KvView`, or a `StateView` where the mixer is recurrent.
+        """
         ...
 
 
@@ -33,7 +35,7 @@ class MixerHalf:
     out_norm: Norm | None = None
     scale: float = 1.0
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView) -> Steps[Tensor]:
+    def forward(self, x_TD: Tensor, positions_T: Tensor, view: Any) -> Steps[Tensor]:
         """The residual stream after it, in the seam dtype."""
         y_TD = yield from self.mixer.forward(self.norm(x_TD), positions_T, view)
         y_TD = y_TD if self.out_norm is None else self.out_norm(y_TD)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from moesaic.errors import UnsupportedModelError
-from moesaic.spec.model import DenseSpec, GqaSpec, LayerSpec, MlaSpec, MoeSpec
+from moesaic.spec.model import DenseSpec, GqaSpec, LayerSpec, LinearSpec, MlaSpec, MoeSpec
 
 Shape = tuple[int, ...]
 Half = Literal["norm", "mixer", "dense", "router", "shared"]
@@ -46,7 +46,7 @@ def norm_parameters(name: str, hidden: int, *, has_bias: bool) -> dict[str, Shap
 
 
 def mixer_parameters(mixer: object, hidden: int) -> dict[str, Shape]:
-    """The parameters of `GqaAttention` or `MlaAttention`.
+    """The parameters of `GqaAttention`, `MlaAttention` or `GatedDelta`.
 
     Raises: UnsupportedModelError for another mixer.
     """
@@ -54,19 +54,24 @@ def mixer_parameters(mixer: object, hidden: int) -> dict[str, Shape]:
         return _gqa_parameters(mixer, hidden)
     if isinstance(mixer, MlaSpec):
         return _mla_parameters(mixer, hidden)
-    raise UnsupportedModelError(f"mixer {type(mixer).__name__} is not built; known: GqaSpec, MlaSpec")
+    if isinstance(mixer, LinearSpec):
+        return _linear_parameters(mixer, hidden)
+    raise UnsupportedModelError(
+        f"mixer {type(mixer).__name__} is not built; known: GqaSpec, MlaSpec, LinearSpec"
+    )
 
 
 def _gqa_parameters(spec: GqaSpec, hidden: int) -> dict[str, Shape]:
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    q_rows = 2 * query if spec.has_output_gate else query
     found: dict[str, Shape] = {
-        "q": (query, hidden),
+        "q": (q_rows, hidden),
         "k": (key, hidden),
         "v": (key, hidden),
         "o": (hidden, query),
     }
     if spec.has_qkv_bias:
-        found |= {"q_bias": (query,), "k_bias": (key,), "v_bias": (key,)}
+        found |= {"q_bias": (q_rows,), "k_bias": (key,), "v_bias": (key,)}
     if spec.has_out_bias:
         found["o_bias"] = (hidden,)
     if spec.qk_norm == "head":
@@ -97,6 +102,21 @@ def _mla_parameters(spec: MlaSpec, hidden: int) -> dict[str, Shape]:
     if spec.has_bias:
         found["q_a_bias"] = (rank,)
     return found | {"q_a": (rank, hidden), "q_a_norm": (rank,), "q_b": (query, rank)}
+
+
+def _linear_parameters(spec: LinearSpec, hidden: int) -> dict[str, Shape]:
+    heads, value = spec.num_value_heads, spec.num_value_heads * spec.value_dim
+    found: dict[str, Shape] = {
+        "conv": (spec.conv_channels, 1, spec.conv_width),
+        "decay_log": (heads,),
+        "decay_bias": (heads,),
+        "out_norm": (spec.value_dim,),
+        "out": (hidden, value),
+    }
+    if spec.is_fused:
+        return found | {"qkvz": (spec.conv_channels + value, hidden), "ba": (2 * heads, hidden)}
+    rows = {"qkv": spec.conv_channels, "z": value, "b": heads, "a": heads}
+    return found | {name: (count, hidden) for name, count in rows.items()}
 
 
 def dense_parameters(spec: DenseSpec, hidden: int) -> dict[str, Shape]:

@@ -78,9 +78,18 @@ def decoding_note(checkpoint: Checkpoint, accounting: Accounting, numerics: Nume
 
 
 def _kept(filling: Filling, numerics: Numerics) -> DType:
-    """The dtype a tensor ends in: routers and the per-head maps of latent attention compute in float32."""
-    is_wide = filling.half == "router" or (filling.half == "mixer" and filling.name == "kv_b")
+    """The dtype a tensor ends in: what is read wide, and the per-head maps of latent attention."""
+    is_wide = _is_wide(filling) or (filling.half == "mixer" and filling.name == "kv_b")
     return "float32" if is_wide else numerics.seam_dtype
+
+
+def _is_wide(filling: Filling) -> bool:
+    """Whether a tensor is read as float32: routers, norm weights with an offset, rates of decay."""
+    return filling.half == "router" or filling.offset != 0.0 or filling.name in _WIDE_NAMES
+
+
+_WIDE_NAMES = ("decay_log", "decay_bias", "out_norm")
+"""Small vectors of recurrent mixers, which checkpoints store in float32 beside bfloat16 matrices."""
 
 
 def matmul_shapes(accounting: Accounting) -> tuple[tuple[int, int], ...]:
@@ -88,7 +97,7 @@ def matmul_shapes(accounting: Accounting) -> tuple[tuple[int, int], ...]:
     found: dict[tuple[int, int], None] = {}
     for filling in accounting.fillings:
         is_vector = len(filling.shape) < 2 or filling.name.endswith("_bias")
-        if filling.name in ("embedding", "kv_b") or filling.half == "router" or is_vector:
+        if filling.name in ("embedding", "kv_b", "conv") or filling.half == "router" or is_vector:
             continue
         rows, width = filling.shape[-2:]
         is_half = filling.half == "experts" and filling.name in ("gate", "up")
@@ -129,8 +138,10 @@ def read_weights(
             assert experts is not None, "experts are accounted for in sparse layers only"
             _read_experts(checkpoint, filling, experts)
         else:
-            dtype = torch.float32 if filling.half == "router" else seam
+            dtype = torch.float32 if _is_wide(filling) else seam
             tensor = checkpoint.read(filling.key, shape=filling.stored_shape).to(dtype).view(filling.shape)
+            if filling.offset:
+                tensor = tensor + filling.offset
             i = filling.layer_idx
             place = model if i is None else layers[i].setdefault(filling.half, {})
             place[filling.name] = tensor

@@ -144,16 +144,22 @@ class LinearSpec:
     """Gated delta-rule linear attention (Qwen3-Next)."""
 
     num_key_heads: int
-    num_value_heads: int
+    num_value_heads: int  # a multiple of the key heads: consecutive value heads share one
     key_dim: int  # per head
     value_dim: int  # per head
     conv_width: int
+    activation: Activation = "silu"  # after the convolution
+    is_fused: bool = False  # all that is projected for a key head lies together in one matrix (Qwen3-Next)
+
+    @property
+    def conv_channels(self) -> int:
+        """Numbers of a token that go through the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     def caches(self, kv_format: Format) -> tuple[CacheSpec, ...]:
         """A float32 state matrix per value head and the tail of the convolution; constant in the context."""
-        channels = 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
         state = self.num_value_heads * self.key_dim * self.value_dim * 4
-        tail = channels * (self.conv_width - 1) * DTYPE_BYTES[kv_format]
+        tail = self.conv_channels * (self.conv_width - 1) * DTYPE_BYTES[kv_format]
         return (CacheSpec(kind="state", bytes_per_sequence=state + tail),)
 
 
@@ -278,6 +284,7 @@ class ModelSpec:
     stored: tuple[StoredFormat, ...] = ()  # components that are not stored in `dtype`
     norm: Literal["rms", "layer"] = "rms"
     has_norm_bias: bool = False
+    norm_offset: float = 0.0  # added to a stored norm weight (Qwen3-Next stores its distance from 1)
     has_head_bias: bool = False
     residual_scale: float = 1.0  # what a layer adds to the residual is multiplied by it (Granite)
     logit_softcap: float | None = None  # cap * tanh(logit / cap) (Gemma)

@@ -95,6 +95,15 @@ def test_text_says_what_the_numbers_say() -> None:
     assert "1, 3, 5, 7, 9, 11, ... (24)" in render(inspect("llama-4-maverick"))
 
 
+def test_a_model_with_states_says_that_it_reuses_no_prefix(tmp_path: Path) -> None:
+    found = inspect_config(CONFIGS["qwen3_next"], tmp_path)
+    assert found.state_bytes_per_sequence == 3 * (4 * 8 * 12 * 4 + (2 * 2 * 8 + 4 * 12) * 3 * 2)
+    text = render(found)
+    assert "of state per sequence" in text
+    assert "no prefix is reused between requests: a running state cannot be cut at a block" in text
+    assert "prefix" not in render(inspect_config(CONFIGS["qwen3_moe"], tmp_path))
+
+
 def test_a_folder_with_its_files(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, CONFIGS["mixtral"], {"model.embed_tokens.weight": [100, 64]})
     found = inspect(str(folder))

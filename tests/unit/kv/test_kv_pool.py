@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 from kv_cases import reference_ops
 
 from moesaic.errors import ConfigError, UnsupportedModelError
+from moesaic.kernels.kv_view import KvView
 from moesaic.kernels.matmul import noise
+from moesaic.kernels.state_view import StateView
 from moesaic.kv.pool import BatchLayout, KvPool
 from moesaic.sched.ledger import cache_groups
 from moesaic.sched.step import RowPlan
-from moesaic.spec.model import GqaSpec, LayerSpec, MambaSpec, MlaSpec, ModelSpec, RopeSpec
+from moesaic.spec.model import GqaSpec, LayerSpec, LinearSpec, MambaSpec, MlaSpec, ModelSpec, RopeSpec
 from moesaic.spec.numerics import preset
 
 NUMERICS = preset("portable", dtype="bfloat16")
@@ -112,9 +115,54 @@ def test_an_idle_rank_has_an_empty_layout() -> None:
     assert pool.view(0, layout).rows == ()
 
 
-def test_recurrent_states_are_refused() -> None:
+LINEAR = LinearSpec(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6, conv_width=4)
+
+
+def state_row(start: int, count: int, slots: tuple[int | None, int | None], *blocks: int) -> RowPlan:
+    return replace(row(start, count, (), blocks), state_from=slots[0], state_to=slots[1])
+
+
+def test_states_lie_in_slots_of_the_ledgers_bytes() -> None:
+    pool = KvPool(model(LINEAR, gqa(), LINEAR), NUMERICS, (6, 3))
+    states, tokens = pool.groups
+    assert states.sequence_bytes == 2 * (4 * 8 * 6 * 4 + (2 * 2 * 8 + 4 * 6) * 3 * 2)
+    assert pool.num_bytes == 6 * states.sequence_bytes + 4 * tokens.block_bytes
+    layout = BatchLayout.of((state_row(0, 5, (None, 4), 1), state_row(7, 1, (2, 0), 2)), pool)
+    first, keys, last = (pool.view(i, layout) for i in range(3))
+    assert isinstance(first, StateView)
+    assert isinstance(last, StateView)
+    assert first.places is last.places
+    assert first.states.data_ptr() != last.states.data_ptr()
+    assert (first.states.shape, first.states.dtype) == ((6, 4, 8, 6), torch.float32)
+    assert (first.tails.shape, first.tails.dtype) == ((6, 3, 56), torch.bfloat16)
+    assert [(r.first_row, r.num_tokens, r.slot_from, r.slot_to) for r in first.places.rows] == [
+        (0, 5, None, 4),
+        (5, 1, 2, 0),
+    ]
+    assert isinstance(keys, KvView)
+    assert keys.slot_T.tolist() == [16, 17, 18, 19, 20, 39]
+
+
+@pytest.mark.parametrize(
+    ("slots", "start", "rule"),
+    [
+        ((None, None), 0, "has no slot for its state"),
+        ((1, 0), 0, "a state is read where a sequence goes on, and only there"),
+        ((None, 0), 3, "a state is read where a sequence goes on, and only there"),
+        ((2, 2), 3, "a state is never updated in place"),
+    ],
+)
+def test_a_plan_with_wrong_slots_is_an_internal_error(
+    slots: tuple[int | None, int | None], start: int, rule: str
+) -> None:
+    pool = KvPool(model(LINEAR, gqa()), NUMERICS, (6, 3))
+    with pytest.raises(AssertionError, match=rule):
+        BatchLayout.of((state_row(start, 1, slots, 0),), pool)
+
+
+def test_states_of_a_mixer_that_is_not_run_are_refused() -> None:
     mamba = MambaSpec(num_heads=2, head_dim=8, state_dim=4, num_groups=1, conv_width=4)
-    with pytest.raises(UnsupportedModelError, match="layers 1 keep recurrent states"):
+    with pytest.raises(UnsupportedModelError, match="Mamba-2 mixers keep states"):
         KvPool(model(gqa(), mamba), NUMERICS, (1, 1))
 
 

@@ -100,11 +100,11 @@ def test_an_adapter_folder_is_called_one(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_run_is_refused_by_name(tmp_path: Path) -> None:
-    config = llama_config(model_type="qwen3_next", num_experts=16)
+    config = llama_config(model_type="qwen3_vl_moe", num_experts=16)
     write_checkpoint(tmp_path, llama_config())
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        UnsupportedModelError, match=r"qwen3_next is not run by this build: .*Families that run: llama"
+        UnsupportedModelError, match=r"qwen3_vl_moe is not run by this build: .*Families that run: llama"
     ):
         load(tmp_path, num_threads=1)
 

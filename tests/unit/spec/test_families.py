@@ -49,7 +49,7 @@ def test_families_without_a_lack_are_the_runnable_ones() -> None:
     names = {
         "llama", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe",
         "glm4_moe_lite", "kimi_k25", "dots1", "minimax_m2", "ernie4_5_moe", "granitemoe", "phimoe", "gpt_oss",
-        "llama4", "gemma4",
+        "llama4", "gemma4", "qwen3_next", "qwen3_5_moe",
     }  # fmt: skip
     assert names == RUNNABLE
     for row in FAMILIES.values():
@@ -179,6 +179,23 @@ def test_full_attention_interval_and_layer_types_say_the_same() -> None:
     assert isinstance(by_interval.layers[0].mixer, LinearSpec)
     with pytest.raises(ConfigError, match="layer_types has 2 entries for 4 layers"):
         read(config, layer_types=types[:2])
+
+
+def test_what_sets_the_linear_families_apart() -> None:
+    next_spec = read(CONFIGS["qwen3_next"])
+    later = read_config(
+        {"model_type": "qwen3_5_moe", "text_config": CONFIGS["qwen3_5_moe"], "vision_config": {"depth": 1}},
+        name="wrapped",
+    )
+    assert (next_spec.layers[0].mixer.is_fused, later.layers[0].mixer.is_fused) == (True, False)
+    assert later.layers[0].mixer.conv_channels == 2 * 2 * 8 + 4 * 12
+    for spec in (next_spec, later):
+        assert spec.is_runnable
+        assert spec.norm_offset == 1.0
+        assert spec.layers[3].mixer.has_output_gate
+        assert spec.layers[3].mixer.rope.dim == 4
+        assert spec.layers[0].ffn.shared.has_output_gate
+    assert later.other_params == (("vision tower", None),)
 
 
 def test_shared_index_layers_name_the_layer_they_reuse() -> None:
@@ -616,7 +633,7 @@ def test_every_shared_config_is_read(shared_data: Path) -> None:
             runnable.add(spec.model_type)
     assert runnable == {
         "qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "dots1",
-        "granitemoe", "gpt_oss", "llama4",
+        "granitemoe", "gpt_oss", "llama4", "qwen3_5_moe",
     }  # fmt: skip
 
 

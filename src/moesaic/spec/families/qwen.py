@@ -10,6 +10,7 @@ from moesaic.spec.families.parts import (
     assemble,
     choose_ffn,
     num_layers,
+    read_activation,
     read_dense,
     read_gqa,
     read_moe,
@@ -79,7 +80,7 @@ def read_qwen3_next(source: Source) -> ModelSpec:
     full = _attention(
         keys, hidden, has_qkv_bias=has_bias, has_out_bias=has_bias, qk_norm="head", has_output_gate=True
     )
-    linear = _linear(keys)
+    linear = _linear(keys, is_fused=source.family == "qwen3_next")
     halves: list[DenseSpec | MoeSpec]
     if source.family == "qwen3_next":
         halves = _ffn(source, count, hidden, is_renormalised=keys.flag("norm_topk_prob"), has_shared=True)
@@ -92,6 +93,7 @@ def read_qwen3_next(source: Source) -> ModelSpec:
         source,
         layers,
         mtp_layers=(LayerSpec(mixer=full, ffn=halves[-1]),) * num_mtp,
+        norm_offset=1.0,
         other_params=(("vision tower", None),) if source.outer.has("vision_config") else (),
     )
 
@@ -100,7 +102,7 @@ def _attention(keys: Keys, hidden: int, **facts: Any) -> GqaSpec:
     return read_gqa(keys, hidden=hidden, max_position=keys.whole("max_position_embeddings"), **facts)
 
 
-def _linear(keys: Keys) -> LinearSpec:
+def _linear(keys: Keys, *, is_fused: bool) -> LinearSpec:
     num_key_heads = keys.whole("linear_num_key_heads")
     num_value_heads = keys.whole("linear_num_value_heads")
     if num_value_heads % num_key_heads:
@@ -113,6 +115,8 @@ def _linear(keys: Keys) -> LinearSpec:
         key_dim=keys.whole("linear_key_head_dim"),
         value_dim=keys.whole("linear_value_head_dim"),
         conv_width=keys.whole("linear_conv_kernel_dim"),
+        activation=read_activation(keys),
+        is_fused=is_fused,
     )
 
 

@@ -48,11 +48,6 @@ class Family(NamedTuple):
 
 _IMAGES = "a vision tower around the text model is not run yet"
 _INDEX = "a sparse-attention index is not run yet"
-_DELTA = "gated delta-rule linear attention is not run yet"
-
-
-def _unmapped(family: str) -> str:
-    return f"the weight names of {family} are not known to the engine yet"
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -65,8 +60,8 @@ FAMILIES: Mapping[str, Family] = {
     "kimi_k25": Family(deepseek.read_deepseek_v3, "kimi_k25", None),
     "qwen2_moe": Family(qwen.read_qwen2_moe, "qwen2_moe", None),
     "qwen3_vl_moe": Family(qwen.read_qwen3_moe, "qwen3_vl_moe", _IMAGES),
-    "qwen3_next": Family(qwen.read_qwen3_next, "qwen3_next", _DELTA),
-    "qwen3_5_moe": Family(qwen.read_qwen3_next, "qwen3_5_moe", _DELTA),
+    "qwen3_next": Family(qwen.read_qwen3_next, "qwen3_next", None),
+    "qwen3_5_moe": Family(qwen.read_qwen3_next, "qwen3_5_moe", None),
     "deepseek_v2": Family(deepseek.read_deepseek_v2, "deepseek_v2", None),
     "deepseek_v32": Family(deepseek.read_deepseek_v32, "deepseek_v32", _INDEX),
     "glm_moe_dsa": Family(deepseek.read_glm_moe_dsa, "glm_moe_dsa", _INDEX),
