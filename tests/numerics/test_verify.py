@@ -6,6 +6,7 @@ Both sides run in this process here, but for one run of the whole command.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moesaic.audit import matrix, probe, verify
-from moesaic.audit.child import ChildFailed, Job, run_child
+from moesaic.audit.child import ChildFailed, ChildKilled, Job, run_child
 from moesaic.audit.verify import Verification, dump_json
 from moesaic.cli.verify import render
 from moesaic.errors import ConfigError, MoesaicError
@@ -263,6 +264,16 @@ def test_a_child_without_a_result_is_told(tmp_path: Path) -> None:
     with pytest.raises(ChildFailed, match=r"the oracle process ended with status 1: .*No module named"):
         run_child("moesaic.audit.absent", "oracle", job, lambda phase: None)
     assert asdict(job)["prompts"] == ()
+
+
+def test_a_child_that_was_killed_is_no_missing_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(model="x", dtype=None, num_threads=1, prompts=(), num_tokens=1, folder=str(tmp_path))
+    (tmp_path / "kills_itself.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(ChildKilled, match=r"ended by signal 9, so nothing was decided.*memory ran out"):
+        run_child("kills_itself", "oracle", job, lambda phase: None)
 
 
 def test_the_command_fails_with_3_and_prints_json_all_the_same(tmp_path: Path) -> None:

@@ -46,10 +46,14 @@ class ChildFailed(MoesaicError):
     """A child ended without a result; the message holds the end of what it said."""
 
 
+class ChildKilled(ChildFailed):
+    """A child was ended by a signal: the machine, not the model, is what failed."""
+
+
 def run_child(module: str, name: str, job: Job, show: Say) -> dict[str, Any]:
     """Run `python -m MODULE` on a job and return its `NAME.json`.
 
-    Raises: ChildFailed when the process ended without one.
+    Raises: ChildFailed when the process ended without one; ChildKilled when a signal ended it.
     """
     job_path, result_path, log_path = (
         job.path(f"{name}.job.json"),
@@ -73,7 +77,10 @@ def run_child(module: str, name: str, job: Job, show: Say) -> dict[str, Any]:
         said = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
         why = said[-1] if said else "it said nothing"
         if process.returncode < 0:
-            why = f"signal {-process.returncode}; if that is 9, memory ran out: {why}"
+            raise ChildKilled(
+                f"the {name} process was ended by signal {-process.returncode}, so nothing was decided; 9: "
+                f"memory ran out; free some, or ask for --dtype bfloat16. It last said: {why}"
+            )
         raise ChildFailed(f"the {name} process ended with status {process.returncode}: {why}")
     result: dict[str, Any] = json.loads(result_path.read_text())
     return result

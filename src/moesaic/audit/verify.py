@@ -26,7 +26,7 @@ from moesaic.audit.agreement import (
     compare_greedy,
     judge,
 )
-from moesaic.audit.child import ChildFailed, Job, Say, run_child
+from moesaic.audit.child import ChildFailed, ChildKilled, Job, Say, run_child
 from moesaic.engine.config import EngineConfig
 from moesaic.engine.machine import Machine, read_machine
 from moesaic.errors import ConfigError, MoesaicError
@@ -208,10 +208,15 @@ def _oracle_missing() -> str | None:
 
 
 def _run_oracle(job: Job, reference: str, show: Say) -> tuple[dict[str, Any], str | None]:
-    """(what it found, None), or ({}, why there is nothing to compare with)."""
+    """(what it found, None), or ({}, why there is nothing to compare with).
+
+    Raises: ChildKilled, since a comparison that was cut off is not one that could not be made.
+    """
     told = Job(**{**{name: getattr(job, name) for name in job.__slots__}, "model": reference})
     try:
         result = run_child("moesaic.audit.oracle", "oracle", told, show)
+    except ChildKilled:
+        raise
     except ChildFailed as error:
         return {}, f"transformers does not run this model, so nothing was compared with it: {error}"
     if "error" in result:
