@@ -11,6 +11,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from checkpoints import llama_config, write_checkpoint
 
 COMMAND = [sys.executable, "-m", "moesaic", "serve"]
 
@@ -58,7 +59,7 @@ def test_a_wrong_number_names_the_flag() -> None:
 
 
 def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    write_checkpoint(tmp_path, llama_config())
     assert "has no tokenizer.json" in refused(str(tmp_path), "--port", "0")
 
 
