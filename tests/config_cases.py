@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from moesaic.spec.families import read_config
+from moesaic.spec.model import ModelSpec
+
+DROP = object()
+
+
+def read(config: dict[str, Any], **changes: Any) -> ModelSpec:
+    """The spec of a config with some keys changed; a change to DROP removes the key."""
+    merged = {key: value for key, value in {**config, **changes}.items() if value is not DROP}
+    return read_config(merged, name="config.json")
+
+
 _BASE: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 4,
