@@ -7,6 +7,7 @@ without it, so a report on these groups is about groups never seen.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -49,11 +50,10 @@ class Calibration:
     source: str
 
     def number(self, name: str, backend: str | None, is_new: bool) -> float:
-        """A fitted number for a backend and a generation."""
-        groups = [*([backend] if backend else []), "blackwell" if is_new else "older"]
-        found = self.numbers[name]
-        for group in groups:
-            found *= self.deviations[group][name]
+        """A fitted number for a backend (None: the geometric mean of them) and a generation."""
+        factors = [self.deviations[one][name] for one in (BACKENDS if backend is None else (backend,))]
+        found = self.numbers[name] * self.deviations["blackwell" if is_new else "older"][name]
+        found *= math.prod(factors) ** (1 / len(factors))
         return found
 
     def profile(self, cluster: Cluster, backend: str | None = None) -> Profile:
