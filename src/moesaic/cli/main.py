@@ -43,6 +43,7 @@ VERBS = (
         "moesaic.cli.accuracy:accuracy_command",
         "Compare predicted with measured serving times.",
     ),
+    Verb("plan", "moesaic.cli.plan:plan_command", "Find the layout that serves a model best on machines."),
     Verb("bench", "moesaic.cli.bench:app", "Measure throughput and latency, in process or against a server."),
     Verb("simulate", "moesaic.cli.simulate:app", "Study a mechanism on made-up traffic, without a model."),
 )

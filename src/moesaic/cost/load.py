@@ -18,7 +18,9 @@ from moesaic.errors import ConfigError
 from moesaic.spec.experts import ExpertLoad
 from moesaic.spec.model import ModelSpec
 
-MAX_LEVELS = 32  # shares told apart when distinct experts are counted: 0.02 % off for 256 experts of Zipf shares
+MAX_LEVELS = (
+    32  # shares told apart when distinct experts are counted: 0.02 % off for 256 experts of Zipf shares
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,0 +1,80 @@
+"""How uneven the experts are: a recorded load from a file, or a skew model. What that costs, `cost` knows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moesaic.cost.load import CHANCE, ExpertShares, shares_of, zipf_shares
+from moesaic.errors import ConfigError
+from moesaic.spec.codec import from_plain
+from moesaic.spec.experts import ExpertLoad
+from moesaic.spec.locate import read_json_object
+from moesaic.spec.model import ModelSpec
+
+SKEW = 0.48
+"""Exponent of the popularity of experts where no load is given.
+
+Source: the second moment of DeepSeek-V3's decode counts that SGLang published with its 96-GPU deployment
+(median over the sparse layers 1.54 to 1.60 times that of even shares); their hottest expert is a Zipf 0.4's.
+"""
+
+
+def skewed(model: ModelSpec, exponent: float = SKEW) -> ExpertShares:
+    """The skew model for a model's experts; exponent 0 leaves chance alone.
+
+    Raises: ConfigError for an exponent below 0 or not finite.
+    """
+    layers = model.moe_layers
+    if not math.isfinite(exponent) or exponent < 0:
+        raise ConfigError(f"a skew is an exponent of at least 0 (0 is even, 0.6 is strong), got {exponent!r}")
+    if exponent == 0 or not layers:
+        return CHANCE
+    if len({moe.num_experts for _, moe in layers}) > 1:
+        raise ConfigError("the model's layers have different numbers of experts; give a --load, or --skew 0")
+    return zipf_shares(layers[0][1].num_experts, exponent)
+
+
+def read_load(path: Path, model: ModelSpec) -> ExpertShares:
+    """The shares of a recorded load: moesaic's own JSON, or `{"logical_count": [layers][experts]}`.
+
+    A `logical_count` may have a row for every layer, dense ones being 0, or for the sparse layers alone;
+    with one more dimension in front it is summed over it.
+
+    Raises: ConfigError naming the file and what is wrong: layers, experts, negative or not finite counts.
+    """
+    data = read_json_object(path)
+    if "logical_count" in data:
+        load = _from_counts(data["logical_count"], path, model)
+    elif "counts" in data:
+        load = from_plain(ExpertLoad, data, where=str(path))
+    else:
+        keys = ", ".join(sorted(data)[:5]) or "none"
+        raise ConfigError(
+            f"{path}: no expert load: it needs counts or logical_count, and its keys are {keys}"
+        )
+    return shares_of(load, model)
+
+
+def _from_counts(rows: Any, path: Path, model: ModelSpec) -> ExpertLoad:
+    try:
+        counts = np.asarray(rows, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: logical_count must be numbers by layer and expert, all rows equally long: {error}"
+        ) from error
+    if counts.ndim == 3:
+        counts = counts.sum(axis=0)
+    if counts.ndim != 2:
+        raise ConfigError(f"{path}: logical_count must be [layers][experts], got {counts.ndim} dimensions")
+    sparse = [idx for idx, _ in model.moe_layers]
+    if len(counts) == len(model.layers) and len(sparse) < len(counts):
+        counts = counts[sparse]
+    return ExpertLoad(
+        counts=tuple(counts), phase="decode", num_tokens=0, num_steps=0, since_s=0.0, until_s=0.0,
+        plan_version=0,
+        source=str(path),
+    )  # fmt: skip
