@@ -57,7 +57,7 @@ def _missed(question: Question, answer: Answer) -> list[str]:
     takes = {
         "tpot_s": f"--tpot-ms {float(best.tpot.value) * 1e3 + 0.05:.1f}",
         "ttft_s": f"--ttft-ms {float(best.ttft.value) * 1e3 + 0.5:.0f}",
-        "concurrency": f"--concurrency {best.decoder.batch * best.decoder.layout['dp'] * best.decoder.count}",
+        "concurrency": f"--concurrency {best.num_sequences}",
     }
     names = " and ".join(_OPTION[name] for name in answer.missed)
     needs = " ".join(takes[name] for name in answer.missed)

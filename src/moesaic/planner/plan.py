@@ -3,17 +3,20 @@ here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from moesaic.cost.term import Cost, CostTerm, Interval, Par, Repeat, at, step_seconds
 from moesaic.planner.demand import Demand
 from moesaic.planner.pools import Rows, layout_name
-from moesaic.planner.price import PoolRole, Pricer
+from moesaic.planner.price import Pricer
 from moesaic.planner.space import FormatChoice, Knob
 from moesaic.spec.hardware import Cluster
+
+Role = Literal["serve", "prefill", "decode", "attention", "experts"]
 
 RESOURCE_WORDS: Mapping[str, str] = {
     "compute": "computing", "memory": "reading memory", "link": "the link inside the node", "network": "the "
@@ -24,13 +27,13 @@ RESOURCE_WORDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
-    """Equal instances with one job.
+    """Equal instances with one job; attention and experts are the two sides of one instance.
 
     Units:  batch counts sequences (prefill: prompts) of one attention replica; memory is bytes of the
             fullest rank.
     """
 
-    role: PoolRole
+    role: Role
     cluster: Cluster
     count: int
     layout: Mapping[Knob, int]
@@ -42,7 +45,9 @@ class Pool:
     @property
     def devices(self) -> int:
         """Devices of one instance."""
-        return self.layout["ep"] * self.layout["expert_tp"] * self.layout["pp"]
+        layout = self.layout
+        attention = layout["dp"] * layout["kvp"] * layout["tp"]
+        return max(attention, layout["ep"] * layout["expert_tp"]) * layout["pp"]
 
     @property
     def num_devices(self) -> int:
@@ -93,8 +98,13 @@ class Plan:
 
     @property
     def decoder(self) -> Pool:
-        """The pool that decodes."""
-        return self.pools[-1]
+        """The pool that holds the sequences while they are decoded."""
+        return next(pool for pool in self.pools if pool.role in ("serve", "decode", "attention"))
+
+    @property
+    def num_sequences(self) -> int:
+        """Requests in decoding at the same time, over all devices."""
+        return self.decoder.batch * self.decoder.layout["dp"] * self.decoder.count
 
     def breakdown(self) -> list[tuple[str, str, float]]:
         """(term, what it waits for, seconds) of one token's time, the longest first; hidden work is left
@@ -173,26 +183,4 @@ def serve_plan(pricer: Pricer, rows: Rows, idx: int, demand: Demand, charged: in
         pools=(pool,), tokens_per_s=float(rows.rate[idx]) * count * demand.osl, tpot=tpot, ttft=first + step,
         decode=decode, prefill=prefill, prefill_share=float(between.value) / float(tpot.value), value=value,
         charged=((pricer.cluster, charged),),
-    )  # fmt: skip
-
-
-def split_plan(
-    pricers: tuple[Pricer, Pricer], rows: tuple[Rows, Rows], idx: tuple[int, int], counts: tuple[int, int],
-    demand: Demand, charged: Sequence[int], value: float,
-) -> Plan:  # fmt: skip
-    """The plan of a prefill pool and a decode pool."""
-    pools = tuple(
-        make_pool(pricer, row, one, count, demand)
-        for pricer, row, one, count in zip(pricers, rows, idx, counts, strict=True)
-    )
-    prompts = float(rows[0].batch[idx[0]])
-    prefill = prefill_tree(pricers[0], rows[0], idx[0], demand, prompts)
-    decode = decode_tree(pricers[1], rows[1], idx[1], demand)
-    first = step_seconds(prefill)
-    sent = float(rows[0].ttft_s[idx[0]]) - float(first.value)
-    requests = min(count * float(row.rate[one]) for row, one, count in zip(rows, idx, counts, strict=True))
-    return Plan(
-        pools=pools, tokens_per_s=requests * demand.osl, tpot=step_seconds(decode),
-        ttft=first + Interval.exactly(sent), decode=decode, prefill=prefill, prefill_share=0.0, value=value,
-        charged=tuple(zip((pricer.cluster for pricer in pricers), charged, strict=True)),
     )  # fmt: skip

@@ -30,6 +30,7 @@ class Rows:
     row: np.ndarray
     devices: FloatArray
     ep: FloatArray
+    stages: FloatArray
     batch: FloatArray  # sequences (prefill: prompts) of one attention replica
     count: FloatArray  # instances; 0: as many as there is room for
     rate: FloatArray
@@ -45,7 +46,7 @@ class Rows:
         return Rows(role=self.role, blocks=self.blocks, **arrays)
 
 
-_ARRAYS = ("block_idx", "row", "devices", "ep", "batch", "count", "rate", "tpot_s", "ttft_s")
+_ARRAYS = ("block_idx", "row", "devices", "ep", "stages", "batch", "count", "rate", "tpot_s", "ttft_s")
 
 
 class Refused:
@@ -69,6 +70,10 @@ class Refused:
             count=int(wrong.sum()), nearest=f"{layout_name(block.row(idx))}: {text.format(size)}",
             distance=float(ratio[idx]),
         )  # fmt: skip
+        self.count(reason, miss)
+
+    def count(self, reason: str, miss: NearMiss) -> None:
+        """Add to what a reason ruled out."""
         self.misses[reason] = miss if reason not in self.misses else self.misses[reason].joined(miss)
 
 
@@ -236,7 +241,8 @@ def _rows(
     batch, count, rate, tpot_s, ttft_s = (array[row] for array in arrays)
     return Rows(
         role=role, blocks=blocks, block_idx=np.full(len(row), block_idx), row=row, devices=block.devices[row],
-        ep=block.columns["ep"][row], batch=batch, count=count, rate=rate, tpot_s=tpot_s, ttft_s=ttft_s,
+        ep=block.columns["ep"][row], stages=block.columns["pp"][row], batch=batch, count=count, rate=rate,
+        tpot_s=tpot_s, ttft_s=ttft_s,
     )  # fmt: skip
 
 

@@ -4,32 +4,47 @@ out."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.profile import Profile
-from moesaic.cost.term import FloatArray
 from moesaic.errors import CapacityError
 from moesaic.planner.concurrency import Band, bands
 from moesaic.planner.demand import Demand, unit_cost
-from moesaic.planner.plan import Plan, serve_plan, split_plan
+from moesaic.planner.disaggregate import grids
+from moesaic.planner.match import (
+    KIND,
+    Choices,
+    Decoders,
+    first_of_each,
+    kind_of,
+    match,
+    of_grids,
+    of_rows,
+    value_of,
+)
+from moesaic.planner.plan import Plan, serve_plan
 from moesaic.planner.pools import Refused, Rows, decode_rows, prefill_rows, serve_rows
 from moesaic.planner.price import Pricer
-from moesaic.planner.space import Block, FormatChoice, Knob, NearMiss, blocks, check_pins, instance_sizes
+from moesaic.planner.space import (
+    Block,
+    FormatChoice,
+    Knob,
+    NearMiss,
+    blocks,
+    check_pins,
+    instance_sizes,
+    spaced,
+)
 from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import ModelSpec
 
 CLOSE = 0.02
 """Plans this near to the best are equal; of them the one with fewest pipeline stages, then fewest expert
 ranks, is taken: it is the smaller unit to lose, to fill and to grow by."""
-
-KIND = ("tp", "dp", "kvp", "ep", "expert_tp", "pp")
-MAX_COUNTS = (
-    48  # numbers of prefill instances tried: all of them up to here, spread evenly in the logarithm beyond
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,20 +75,6 @@ class Answer:
     missed: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Choices:
-    """Comparable deployments of one kind.
-
-    Shapes:  value and prefill_ep are [n]; kind is [n, KIND] of what decodes: equal rows are variants of one
-             layout.
-    """
-
-    value: FloatArray
-    prefill_ep: FloatArray
-    kind: FloatArray
-    make: Callable[[int], Plan]
-
-
 def search(question: Question) -> Answer:
     """The best plan and the runner-up.
 
@@ -93,12 +94,12 @@ def search(question: Question) -> Answer:
         refused = Refused({**refused.misses, **misses})
     missed: tuple[str, ...] = ()
     demand = question.demand
-    choices = collect(pricers, spaces, demand, refused)
+    choices = collect(pricers, spaces, question, demand, refused)
     for dropped in _relaxations(demand):
         if choices:
             break
         missed, demand = dropped, question.demand.without(dropped)
-        choices = collect(pricers, spaces, demand, Refused({}))
+        choices = collect(pricers, spaces, question, demand, Refused({}))
     if not choices:
         raise CapacityError(_nothing_fits(question, refused))
     best, runner_up = pick(choices)
@@ -118,40 +119,59 @@ def ep_bands(question: Question) -> tuple[Band, ...]:
 
 
 def collect(
-    pricers: Sequence[Pricer], spaces: Sequence[Sequence[Block]], demand: Demand, refused: Refused
+    pricers: Sequence[Pricer],
+    spaces: Sequence[Sequence[Block]],
+    question: Question,
+    demand: Demand,
+    refused: Refused,
 ) -> list[Choices]:
-    """Every deployment that holds the objectives: servers of both phases, and prefill beside decode."""
-    found: list[Choices] = []
+    """Every deployment that holds the objectives.
+
+    Servers of both phases; prefill beside decode; prefill beside attention and experts on devices of their
+    own.
+    """
     is_one = len(pricers) == 1
-    prefills, decodes = [], []
-    for pricer, space in zip(pricers, spaces, strict=True):
-        if not space:
+    found: list[Choices] = []
+    prefills: list[Rows] = []
+    decoders: list[Decoders] = []
+    for idx, (pricer, space) in enumerate(zip(pricers, spaces, strict=True)):
+        if space:
+            served = serve_rows(pricer, space, demand, refused)
+            found.append(_serve_choices(pricer, served, demand, is_one))
+        if not space or (is_one and pricer.cluster.num_devices == 1):
+            prefills.append(_none(space))
             continue
-        served = serve_rows(pricer, space, demand, refused)
-        found.append(_serve_choices(pricer, served, demand, is_one))
-        if pricer.cluster.num_devices > 1 or not is_one:
-            prefills.append((pricer, _best_of_size(prefill_rows(pricer, space, demand, refused), demand)))
-            counts = _counts(pricer.cluster.num_devices)
-            decodes.append(
-                (pricer, _best_of_size(decode_rows(pricer, space, demand, refused, counts), demand))
-            )
-    for one, prefill in prefills:
-        for other, decode in decodes:
-            if len(prefill) and len(decode):
-                found.append(_split_choices((one, other), (prefill, decode), demand, is_one))
+        prefills.append(_best_of_size(prefill_rows(pricer, space, demand, refused), demand))
+        counts = spaced(pricer.cluster.num_devices)
+        rows = _best_of_size(decode_rows(pricer, space, demand, refused, counts), demand)
+        decoders.append(of_rows(pricer, rows, idx, len(pricers)))
+    for one in range(len(pricers)):
+        for other in range(len(pricers)):
+            for choice in question.choices:
+                sides = pricers[one], pricers[other]
+                two_sided = grids(sides, choice, demand, question.pins, refused)
+                if two_sided is not None and len(two_sided.batch):
+                    decoders.append(of_grids(two_sided, (one, other), len(pricers), demand))
+    for idx, prefill in enumerate(prefills):
+        for decoder in decoders:
+            if len(prefill) and len(decoder.rate):
+                found.append(match(pricers, idx, prefill, decoder, demand))
     return [choices for choices in found if len(choices.value)]
 
 
 def pick(choices: Sequence[Choices]) -> tuple[Plan, Plan | None]:
     """The best, with the fewest expert ranks among equals, and the best of another kind."""
-    value, prefill_ep, kind = (
-        np.concatenate([getattr(one, name) for one in choices]) for name in ("value", "prefill_ep", "kind")
+    value, prefill_ep, prefill_pp, kind = (
+        np.concatenate([getattr(one, name) for one in choices])
+        for name in ("value", "prefill_ep", "prefill_pp", "kind")
     )
     owner = np.concatenate([np.full(len(one.value), idx) for idx, one in enumerate(choices)])
     inner = np.concatenate([np.arange(len(one.value)) for one in choices])
     equal = np.flatnonzero(value >= value.max() * (1.0 - CLOSE))
     ep, pp = (kind[equal, KIND.index(name)] for name in ("ep", "pp"))
-    best = int(equal[np.lexsort((-value[equal], prefill_ep[equal], ep, pp))[0]])  # the last key decides first
+    best = int(
+        equal[np.lexsort((-value[equal], prefill_ep[equal], prefill_pp[equal], ep, pp))[0]]
+    )  # the last key decides first
     differs = (owner != owner[best]) | np.any(kind != kind[best], axis=1)
     second = int(np.argmax(np.where(differs, value, -np.inf)))
     return (
@@ -169,101 +189,31 @@ def _relaxations(demand: Demand) -> list[tuple[str, ...]]:
 def _serve_choices(pricer: Pricer, rows: Rows, demand: Demand, is_one: bool) -> Choices:
     total = pricer.cluster.num_devices
     charged = np.full(len(rows), float(total)) if is_one else rows.count * rows.devices
-    value = _value(
-        rows.rate * rows.count * demand.osl, charged * unit_cost(pricer.cluster, demand.objective),
-        rows.ttft_s,
-        rows.tpot_s, demand,
-    )  # fmt: skip
+    tokens_per_s = rows.rate * rows.count * demand.osl
+    cost = charged * unit_cost(pricer.cluster, demand.objective)
+    value = value_of(tokens_per_s, cost, rows.ttft_s, rows.tpot_s, demand)
 
     def make(idx: int) -> Plan:
         return serve_plan(pricer, rows, idx, demand, int(charged[idx]), float(value[idx]))
 
-    return Choices(value=value, prefill_ep=rows.ep, kind=_kind(rows), make=make)
-
-
-def _value(
-    tokens_per_s: FloatArray, cost: FloatArray, ttft_s: FloatArray, tpot_s: FloatArray, demand: Demand
-) -> FloatArray:
-    if demand.objective == "latency":
-        return np.asarray(1.0 / (ttft_s + demand.osl * tpot_s))
-    return np.asarray(tokens_per_s / cost)
-
-
-def _kind(rows: Rows) -> FloatArray:
-    """What makes two layouts different ones: all but redundancy and micro-batches."""
-    found = np.zeros((len(rows), len(KIND)))
-    for idx, block in enumerate(rows.blocks):
-        mine = rows.block_idx == idx
-        for column, name in enumerate(KIND):
-            found[mine, column] = block.columns[name][rows.row[mine]]
-    return found
+    return Choices(value=value, prefill_ep=rows.ep, prefill_pp=rows.stages, kind=kind_of(rows), make=make)
 
 
 def _best_of_size(rows: Rows, demand: Demand) -> Rows:
-    """The best layout of every number of devices, expert ranks and instances: no other can be in a best
-    pair."""
+    """The best layout of every number of devices, stages, expert ranks and instances: no other can be in a
+    best pair."""
     is_latency = demand.objective == "latency"
     merit = -(rows.ttft_s + demand.osl * rows.tpot_s) if is_latency else rows.rate
-    keys = np.stack([rows.devices, rows.ep, rows.count])
-    order = np.lexsort((-merit, *keys))
-    sorted_keys = keys[:, order]
-    first = np.full(len(order), True)
-    first[1:] = np.any(sorted_keys[:, 1:] != sorted_keys[:, :-1], axis=0)
-    return rows.take(order[first])
+    return rows.take(first_of_each(np.stack([rows.devices, rows.ep, rows.stages, rows.count]), merit))
 
 
-def _counts(most: int) -> list[int]:
-    if most <= MAX_COUNTS:
-        return list(range(1, most + 1))
-    counts: list[int] = np.unique(np.geomspace(1, most, MAX_COUNTS).round().astype(int)).tolist()
-    return counts
-
-
-def _split_choices(
-    pricers: tuple[Pricer, Pricer], rows: tuple[Rows, Rows], demand: Demand, is_one: bool
-) -> Choices:
-    """Every pair of a prefill and a decode layout, with the numbers of instances that suit them best.
-
-    On one cluster decode gets what prefill leaves, and all devices are charged; on two each is charged what
-    it uses.
-    """
-    prefill, decode = rows
-    totals = [pricer.cluster.num_devices for pricer in pricers]
-    costs = [unit_cost(pricer.cluster, demand.objective) for pricer in pricers]
-    same = pricers[0] is pricers[1]
-    found = []
-    for idx in range(len(prefill)):
-        size, rate = float(prefill.devices[idx]), float(prefill.rate[idx])
-        n_p = np.array(_counts(int(totals[0] // size)), np.float64)[:, None]
-        room = np.floor((totals[1] - n_p * size * same) / decode.devices)
-        fixed = decode.count > 0
-        if is_one:
-            n_d = np.where(fixed, np.where(decode.count <= room, decode.count, 0.0), room)
-        else:
-            wanted = np.ceil(n_p * rate / decode.rate)
-            n_d = np.where(fixed, np.where(decode.count <= room, decode.count, 0.0), np.minimum(room, wanted))
-        tokens = np.minimum(n_p * rate, n_d * decode.rate) * demand.osl
-        used = n_p * size * costs[0] + n_d * decode.devices * costs[1]
-        charged = np.full_like(used, totals[0] * costs[0]) if is_one else used
-        value = _value(tokens, charged, prefill.ttft_s[idx], decode.tpot_s, demand) * (n_d >= 1)
-        best = np.argmax(value, axis=0)
-        every = np.arange(len(decode))
-        found.append((value[best, every], n_p[best, 0], n_d[best, every]))
-    value, n_p, n_d = (np.stack([one[part] for one in found]) for part in range(3))
-    pairs = np.argwhere(value > 0)
-    at = pairs[:, 0], pairs[:, 1]
-
-    def make(idx: int) -> Plan:
-        first, second = int(pairs[idx, 0]), int(pairs[idx, 1])
-        counts = int(n_p[first, second]), int(n_d[first, second])
-        used = [counts[0] * int(prefill.devices[first]), counts[1] * int(decode.devices[second])]
-        if is_one:
-            used = [totals[0] - used[1], used[1]]
-        return split_plan(pricers, rows, (first, second), counts, demand, used, float(value[first, second]))
-
-    return Choices(
-        value=value[at], prefill_ep=prefill.ep[pairs[:, 0]], kind=_kind(decode)[pairs[:, 1]],
-        make=make,
+def _none(space: Sequence[Block]) -> Rows:
+    empty = np.zeros(0)
+    ids = np.zeros(0, dtype=np.int64)
+    return Rows(
+        role="prefill", blocks=space, block_idx=ids, row=ids, devices=empty, ep=empty, stages=empty,
+        batch=empty,
+        count=empty, rate=empty, tpot_s=empty, ttft_s=empty,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ KNOBS: tuple[Knob, ...] = (
 )  # fmt: skip
 COLUMNS = ("tp", "dp", "kvp", "ep", "expert_tp", "pp", "num_redundant")
 
+MAX_COUNTS = 48  # guess: numbers of instances or attention replicas tried are at most so many
 MAX_STAGES = 16  # guess: pipelines of more stages than this are not considered
 MAX_SLICES = 16  # guess: heads, KV and experts are sliced over more ranks only inside one link domain
 
@@ -263,13 +264,13 @@ def _splits(
 ) -> Iterator[tuple[int, ...]]:
     """Rows of COLUMNS for instances of `size` devices."""
     widest = max(cluster.link_domain, MAX_SLICES)
-    for pp in _divisors(size, min(MAX_STAGES, limits.num_layers)):
+    for pp in divisors(size, min(MAX_STAGES, limits.num_layers)):
         ranks = size // pp
         if pins.get("pp", pp) != pp:
             continue
         attention = [
             (tp, ranks // (tp * kvp), kvp)
-            for tp in _divisors(ranks, widest)
+            for tp in divisors(ranks, widest)
             if pins.get("tp", tp) == tp and tally.allows(limits, "tp", tp)
             for kvp in _kv_splits(ranks // tp, tp, pp, limits, pins)
             if pins.get("dp", ranks // (tp * kvp)) == ranks // (tp * kvp)
@@ -303,7 +304,7 @@ def _expert_splits(
     if limits.num_experts is None:
         yield 1, ranks, 0
         return
-    for expert_tp in _divisors(ranks, widest):
+    for expert_tp in divisors(ranks, widest):
         ep = ranks // expert_tp
         if pins.get("expert_tp", expert_tp) != expert_tp or pins.get("ep", ep) != ep:
             continue
@@ -316,8 +317,17 @@ def _expert_splits(
             yield ep, expert_tp, redundant
 
 
-def _divisors(number: int, most: int) -> list[int]:
+def divisors(number: int, most: int) -> list[int]:
+    """Divisors of a number up to `most`."""
     return [d for d in range(1, min(number, most) + 1) if number % d == 0]
+
+
+def spaced(most: int) -> list[int]:
+    """Numbers from 1 to `most`: all of them up to `MAX_COUNTS`, spread evenly in the logarithm beyond."""
+    if most <= MAX_COUNTS:
+        return list(range(1, most + 1))
+    counts: list[int] = np.unique(np.geomspace(1, most, MAX_COUNTS).round().astype(int)).tolist()
+    return counts
 
 
 def check_pins(model: ModelSpec, cluster: Cluster, pins: Mapping[Knob, int]) -> None:
