@@ -121,7 +121,8 @@ def layer_kinds(model: ModelSpec, shares: ExpertShares) -> list[tuple[int, int, 
     has_own = shares.shares is not None and len(shares.shares) > 1
     for layer in model.layers:
         moe_idx += isinstance(layer.ffn, MoeSpec)
-        key = (layer.mixer, layer.ffn, moe_idx if has_own and isinstance(layer.ffn, MoeSpec) else 0)
+        own = id(shares.of_layer(moe_idx)) if has_own and isinstance(layer.ffn, MoeSpec) else 0
+        key = (layer.mixer, layer.ffn, own)
         times, first_idx, first = kinds.get(key, (0, max(moe_idx, 0), layer))
         kinds[key] = times + 1, first_idx, first
     return list(kinds.values())
