@@ -36,6 +36,9 @@ def plan_command(
     ttft_ms: Annotated[
         float | None, typer.Option("--ttft-ms", help="Longest time to the first token.")
     ] = None,
+    prefix_hit: Annotated[
+        float, typer.Option("--prefix-hit", help="Share of a prompt whose KV is cached already.")
+    ] = 0.0,
     concurrency: Annotated[
         int | None, typer.Option("--concurrency", help="Requests in flight over all devices.")
     ] = None,
@@ -88,6 +91,7 @@ def plan_command(
     spec = read_config(locate(model).config, name=model)
     demand = Demand(
         isl=isl, osl=osl, tpot_s=_seconds(tpot_ms), ttft_s=_seconds(ttft_ms), concurrency=concurrency,
+        prefix_hit=prefix_hit,
         objective=objective,  # type: ignore[arg-type]
     )  # fmt: skip
     question = Question(

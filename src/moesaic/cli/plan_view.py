@@ -41,6 +41,8 @@ def render(model: str, question: Question, answer: Answer, bands: Sequence[Band]
 def _asked(question: Question) -> str:
     demand = question.demand
     parts = [f"{demand.isl} tokens in, {demand.osl} out"]
+    if demand.prefix_hit:
+        parts.append(f"{demand.prefix_hit:.0%} of a prompt cached")
     if demand.tpot_s is not None:
         parts.append(f"TPOT <= {format_seconds(demand.tpot_s)}")
     if demand.ttft_s is not None:
@@ -65,12 +67,16 @@ def _missed(question: Question, answer: Answer) -> list[str]:
 
 
 def _throughput(plan: Plan) -> str:
-    text = f"{plan.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, {plan.tokens_per_s:,.0f} in all"
+    text = f"{_rate(plan.tokens_per_s_per_gpu)} tokens/s per GPU, {_rate(plan.tokens_per_s)} in all"
     if plan.price is not None:
         text += f", {plan.tokens_per_s / plan.price:.4g} per price"
     if plan.power_w is not None:
         text += f", {plan.tokens_per_s / plan.power_w:.3g} per watt"
     return text
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _batch(pool: Pool) -> str:

@@ -140,7 +140,8 @@ def _tree(pricer: Pricer, demand: Demand, rows: Rows, idx: int) -> tuple[Cost, C
     block = rows.blocks[rows.block_idx[idx]].take(np.array([rows.row[idx]]))
     stages = block.columns["pp"]
     decode = pricer.cost(block, rows.batch[idx : idx + 1], 1.0, demand.mean_context)
-    prefill = pricer.cost(block, stages, float(demand.isl), 0.0)
+    new = demand.new_tokens
+    prefill = pricer.cost(block, stages, float(new), float(demand.isl - new))
     between = float(rows.batch[idx]) / demand.osl / pick(stages, 0)
     return at(decode, 0), at(prefill, 0), between
 

@@ -28,12 +28,17 @@ class Demand:
     ttft_s: float | None = None
     concurrency: int | None = None
     objective: Objective = "per-gpu"
+    prefix_hit: float = 0.0  # part of the prompt whose KV is there already
 
     def __post_init__(self) -> None:
         for name in ("isl", "osl", "concurrency"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if not 0.0 <= self.prefix_hit < 1.0:
+            raise ConfigError(
+                f"prefix hit is the cached share of a prompt, from 0 to below 1, got {self.prefix_hit}"
+            )
         for name in ("tpot_s", "ttft_s"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < float("inf"):
@@ -45,8 +50,13 @@ class Demand:
             isl=self.isl, osl=self.osl, tpot_s=None if "tpot_s" in names else self.tpot_s,
             ttft_s=None if "ttft_s" in names else self.ttft_s,
             concurrency=None if "concurrency" in names else self.concurrency,
-            objective="per-gpu" if names == ("concurrency",) else "latency",
+            prefix_hit=self.prefix_hit, objective="per-gpu" if names == ("concurrency",) else "latency",
         )  # fmt: skip
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of a prompt that are computed."""
+        return max(1, round(self.isl * (1.0 - self.prefix_hit)))
 
     @property
     def length(self) -> int:

@@ -23,6 +23,9 @@ Source: the second moment of DeepSeek-V3's decode counts that SGLang published w
 """
 
 
+NUM_GROUPS = 4  # guess: kinds of layers that a recorded load is priced as
+
+
 def skewed(model: ModelSpec, exponent: float = SKEW) -> ExpertShares:
     """The skew model for a model's experts; exponent 0 leaves chance alone.
 
@@ -56,7 +59,23 @@ def read_load(path: Path, model: ModelSpec) -> ExpertShares:
         raise ConfigError(
             f"{path}: no expert load: it needs counts or logical_count, and its keys are {keys}"
         )
-    return shares_of(load, model)
+    return grouped(shares_of(load, model))
+
+
+def grouped(shares: ExpertShares, num_groups: int = NUM_GROUPS) -> ExpertShares:
+    """The layers in groups of like unevenness, each of which has the shares of its middle layer.
+
+    Pricing takes as long as there are different layers, and they differ little beside the rest of a plan.
+    """
+    layers = shares.shares or ()
+    if len(layers) <= num_groups:
+        return shares
+    order = np.argsort([len(layer) * float(np.square(layer).sum()) for layer in layers])
+    found = list(layers)
+    for group in np.array_split(order, num_groups):
+        for idx in group:
+            found[idx] = layers[group[len(group) // 2]]
+    return ExpertShares(shares=tuple(found), has_chance=shares.has_chance)
 
 
 def _from_counts(rows: Any, path: Path, model: ModelSpec) -> ExpertLoad:

@@ -166,7 +166,12 @@ def decode_tree(pricer: Pricer, rows: Rows, idx: int, demand: Demand) -> Cost:
 def prefill_tree(pricer: Pricer, rows: Rows, idx: int, demand: Demand, prompts: float) -> Cost:
     """A prefill step of one row."""
     block = rows.blocks[rows.block_idx[idx]].take(np.array([rows.row[idx]]))
-    return at(pricer.cost(block, np.array([prompts]), float(demand.isl), 0.0), 0)
+    return at(
+        pricer.cost(
+            block, np.array([prompts]), float(demand.new_tokens), float(demand.isl - demand.new_tokens)
+        ),
+        0,
+    )
 
 
 def serve_plan(pricer: Pricer, rows: Rows, idx: int, demand: Demand, charged: int, value: float) -> Plan:

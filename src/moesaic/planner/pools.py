@@ -150,7 +150,7 @@ def prefill_rows(pricer: Pricer, blocks: Sequence[Block], demand: Demand, refuse
         hand_over = pricer.hand_over_s(block, demand)
         batch, ttft_s, rate = (np.zeros(len(block)) for _ in range(3))
         many = 1
-        while many * demand.isl <= max(demand.isl, PREFILL_TOKENS):
+        while many * demand.new_tokens <= max(demand.new_tokens, PREFILL_TOKENS):
             prompts = unit * many
             used = np.asarray(sum(pricer.memory(block, prompts, "prefill", demand).values()))
             fits = used <= pricer.usable_bytes

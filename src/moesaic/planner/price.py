@@ -55,7 +55,9 @@ class Pricer:
 
     def prefill_interval(self, block: Block, prompts: FloatArray, demand: Demand) -> Interval:
         """Seconds of a prefill step of whole prompts."""
-        return step_seconds(self.cost(block, prompts, float(demand.isl), 0.0))
+        return step_seconds(
+            self.cost(block, prompts, float(demand.new_tokens), float(demand.isl - demand.new_tokens))
+        )
 
     def memory(
         self, block: Block, batch: FloatArray, role: PoolRole, demand: Demand
@@ -63,8 +65,8 @@ class Pricer:
         """Bytes of the fullest rank by component."""
         length = demand.isl if role == "prefill" else demand.length
         rows = {
-            "decode": batch, "serve": batch + min(demand.isl, CHUNK_TOKENS),
-            "prefill": np.minimum(batch * demand.isl, PREFILL_TOKENS),
+            "decode": batch, "serve": batch + min(demand.new_tokens, CHUNK_TOKENS),
+            "prefill": np.minimum(batch * demand.new_tokens, PREFILL_TOKENS),
         }[role]  # fmt: skip
         # A prompt's KV stays until it is handed over, while the next one is computed.
         kept = batch * 2 if role == "prefill" else batch
