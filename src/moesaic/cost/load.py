@@ -10,12 +10,13 @@ import heapq
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
 from moesaic.cost.term import FloatArray, Number
 from moesaic.errors import ConfigError
-from moesaic.spec.experts import ExpertLoad
+from moesaic.spec.experts import ExpertLoad, IntArray
 from moesaic.spec.model import ModelSpec
 
 MAX_LEVELS = (
@@ -187,24 +188,46 @@ def _rank_shares(shares: ExpertShares, layer: FloatArray, moe_idx: int, ep: int,
 def placed_shares(layer: FloatArray, ep: int, num_redundant: int) -> FloatArray:
     """Share of all choices that each of `ep` ranks gets.
 
+    Shapes:  layer [E]; returns [ep].
+    """
+    slots = placed_slots(layer, ep, num_redundant)
+    return np.bincount(slots.rank, weights=slots.share * layer[slots.expert], minlength=ep).astype(np.float64)
+
+
+class Slots(NamedTuple):
+    """Physical slots of one layer.
+
+    Shapes:  each [E + num_redundant]; share is the part of its expert's tokens that a copy takes.
+    """
+
+    rank: IntArray
+    expert: IntArray
+    share: FloatArray
+
+
+def placed_slots(layer: FloatArray, ep: int, num_redundant: int) -> Slots:
+    """Which rank holds which copy.
+
     Contiguous without redundant slots; with them greedy copies of the hottest, largest first onto the least
     loaded rank with a free slot.
 
-    Shapes:  layer [E]; returns [ep].
+    Shapes:  layer [E].
     """
+    experts = np.arange(len(layer))
     if num_redundant <= 0:
-        ranks = np.arange(len(layer)) * ep // len(layer)
-        return np.bincount(ranks, weights=layer, minlength=ep).astype(np.float64)
+        return Slots(experts * ep // len(layer), experts, np.ones(len(layer)))
     copies = np.ones(len(layer), dtype=np.int64)
     for _ in range(num_redundant):
         copies[int(np.argmax(layer / copies))] += 1
-    pieces = np.repeat(layer / copies, copies)
-    slots = -(-len(pieces) // ep)
-    total, used = np.zeros(ep), np.zeros(ep, dtype=np.int64)
+    expert = np.repeat(experts, copies)
+    order = np.argsort(-(layer / copies)[expert], kind="stable")
+    most = -(-len(expert) // ep)
+    used, rank_of = np.zeros(ep, dtype=np.int64), np.zeros(len(expert), dtype=np.int64)
     open_ranks = [(0.0, rank) for rank in range(ep)]
-    for piece in np.sort(pieces)[::-1]:
+    for slot in order:
         load, rank = heapq.heappop(open_ranks)
-        total[rank], used[rank] = load + piece, used[rank] + 1
-        if used[rank] < slots:
-            heapq.heappush(open_ranks, (float(total[rank]), rank))
-    return total
+        rank_of[slot], used[rank] = rank, used[rank] + 1
+        if used[rank] < most:
+            heapq.heappush(open_ranks, (load + float(layer[expert[slot]] / copies[expert[slot]]), rank))
+    by_rank = np.argsort(rank_of, kind="stable")
+    return Slots(rank_of[by_rank], expert[by_rank], (1.0 / copies[expert])[by_rank])
