@@ -12,7 +12,8 @@ from moesaic.cli.plan_view import render
 from moesaic.errors import ConfigError, nearest
 from moesaic.planner.answer import as_json
 from moesaic.planner.demand import OBJECTIVES, Demand, Objective
-from moesaic.planner.load_file import SKEW, read_load, skewed
+from moesaic.planner.deployment import deployment_of
+from moesaic.planner.load_file import SKEW, grouped, read_load, skewed
 from moesaic.planner.question import clusters_of, format_choices, profile_of
 from moesaic.planner.search import Question, ep_bands, search
 from moesaic.planner.space import parse_pins
@@ -78,6 +79,7 @@ def plan_command(
     hardware: Annotated[
         Path | None, typer.Option("--hardware", help="A machine file of your own, or a folder of them.")
     ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the deployment file.")] = None,
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find the layout that serves a model best: tokens per second, latencies, memory, and why not another.
@@ -94,20 +96,34 @@ def plan_command(
         prefix_hit=prefix_hit,
         objective=objective,  # type: ignore[arg-type]
     )  # fmt: skip
+    recorded = None if load is None else read_load(load, spec)
     question = Question(
         model=spec, clusters=clusters_of(machines, price or [], hardware), demand=demand,
         profile=profile_of(profile),
-        shares=skewed(spec, SKEW if skew is None else skew) if load is None else read_load(load, spec),
+        shares=skewed(spec, SKEW if skew is None else skew) if recorded is None else grouped(recorded),
         choices=format_choices(spec, weights, kv, dispatch), pins=parse_pins(layout),
     )  # fmt: skip
     answer = search(question)
     bands = ep_bands(question)
+    if output is not None:
+        write_text(output, deployment_of(answer.best, spec, recorded).to_json())
     if as_json_:
         typer.echo(json.dumps(as_json(answer, bands), indent=2, allow_nan=False))
     else:
         typer.echo(render(model, question, answer, bands))
     if answer.missed:
         raise typer.Exit(3)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises: ConfigError when it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def _seconds(milliseconds: float | None) -> float | None:

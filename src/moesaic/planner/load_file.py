@@ -59,7 +59,7 @@ def read_load(path: Path, model: ModelSpec) -> ExpertShares:
         raise ConfigError(
             f"{path}: no expert load: it needs counts or logical_count, and its keys are {keys}"
         )
-    return grouped(shares_of(load, model))
+    return shares_of(load, model)
 
 
 def grouped(shares: ExpertShares, num_groups: int = NUM_GROUPS) -> ExpertShares:

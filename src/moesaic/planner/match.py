@@ -132,7 +132,7 @@ def match(
         return Plan(
             pools=(pool, *pools), tokens_per_s=requests * demand.osl, tpot=step_seconds(decode),
             ttft=step_s + Interval.exactly(hand_over_s), decode=decode, prefill=tree, prefill_share=0.0,
-            value=float(value[first, second]),
+            value=float(value[first, second]), source=pricers[0].profile.source,
             charged=tuple(
                 (one.cluster, int(many)) for one, many in zip(pricers, charged, strict=True) if many
             ),

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from moesaic.cost.term import Cost, CostTerm, Interval, Par, Repeat, at, step_seconds
+from moesaic.cost.term import Cost, CostTerm, Interval, Par, Repeat, Source, at, step_seconds
 from moesaic.planner.demand import Demand
 from moesaic.planner.pools import Rows, layout_name
 from moesaic.planner.price import Pricer
@@ -75,6 +75,7 @@ class Plan:
     prefill: Cost
     prefill_share: float  # of the time per token that goes to neighbours' prefills
     value: float  # in the currency of the objective; more is better
+    source: Source
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -187,5 +188,6 @@ def serve_plan(pricer: Pricer, rows: Rows, idx: int, demand: Demand, charged: in
     return Plan(
         pools=(pool,), tokens_per_s=float(rows.rate[idx]) * count * demand.osl, tpot=tpot, ttft=first + step,
         decode=decode, prefill=prefill, prefill_share=float(between.value) / float(tpot.value), value=value,
+        source=pricer.profile.source,
         charged=((pricer.cluster, charged),),
     )  # fmt: skip

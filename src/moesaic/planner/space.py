@@ -25,7 +25,7 @@ KNOBS: tuple[Knob, ...] = (
 COLUMNS = ("tp", "dp", "kvp", "ep", "expert_tp", "pp", "num_redundant")
 
 MAX_COUNTS = 48  # guess: numbers of instances or attention replicas tried are at most so many
-MAX_STAGES = 16  # guess: pipelines of more stages than this are not considered
+MAX_STAGES = 16  # guess: more stages than this, or no power of two, are priced only when asked for
 MAX_SLICES = 16  # guess: heads, KV and experts are sliced over more ranks only inside one link domain
 
 
@@ -266,7 +266,7 @@ def _splits(
     widest = max(cluster.link_domain, MAX_SLICES)
     for pp in divisors(size, min(MAX_STAGES, limits.num_layers)):
         ranks = size // pp
-        if pins.get("pp", pp) != pp:
+        if pins.get("pp", pp) != pp or (pp & (pp - 1) and "pp" not in pins):
             continue
         attention = [
             (tp, ranks // (tp * kvp), kvp)
