@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -80,6 +81,9 @@ def plan_command(
         Path | None, typer.Option("--hardware", help="A machine file of your own, or a folder of them.")
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the deployment file.")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Write one HTML page with plots (needs matplotlib).")
+    ] = None,
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find the layout that serves a model best: tokens per second, latencies, memory, and why not another.
@@ -96,6 +100,8 @@ def plan_command(
         prefix_hit=prefix_hit,
         objective=objective,  # type: ignore[arg-type]
     )  # fmt: skip
+    if report is not None:
+        import_module("moesaic.planner.charts")  # before the search: it may be missing
     recorded = None if load is None else read_load(load, spec)
     question = Question(
         model=spec, clusters=clusters_of(machines, price or [], hardware), demand=demand,
@@ -107,6 +113,9 @@ def plan_command(
     bands = ep_bands(question)
     if output is not None:
         write_text(output, deployment_of(answer.best, spec, recorded).to_json())
+    if report is not None:
+        title, text = f"A plan for {model}", render(model, question, answer, bands)
+        write_text(report, import_module("moesaic.planner.report").page(title, text, answer.best, question))
     if as_json_:
         typer.echo(json.dumps(as_json(answer, bands), indent=2, allow_nan=False))
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -70,6 +70,14 @@ def bands(pricer: Pricer, blocks: Sequence[Block], demand: Demand) -> tuple[Band
             )
         )
     return tuple(found)
+
+
+def rows_by_concurrency(pricer: Pricer, blocks: Sequence[Block], demand: Demand) -> Iterator[Rows]:
+    """All that serves at 1, 2, 4, ... requests in flight, as long as something fits."""
+    concurrency = 1
+    while (point := _point(pricer, blocks, demand, concurrency)) is not None:
+        yield point.rows
+        concurrency *= 2
 
 
 def _crossing(

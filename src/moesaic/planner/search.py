@@ -11,8 +11,9 @@ import numpy as np
 
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.profile import Profile
+from moesaic.cost.term import FloatArray
 from moesaic.errors import CapacityError
-from moesaic.planner.concurrency import Band, bands
+from moesaic.planner.concurrency import Band, bands, rows_by_concurrency
 from moesaic.planner.demand import Demand, unit_cost
 from moesaic.planner.disaggregate import grids
 from moesaic.planner.match import (
@@ -116,6 +117,26 @@ def ep_bands(question: Question) -> tuple[Band, ...]:
     pricer = Pricer(model=question.model, cluster=cluster, profile=question.profile, shares=question.shares)
     space, _ = blocks(question.model, cluster, question.choices, {})
     return bands(pricer, space, question.demand)
+
+
+def frontier_points(question: Question) -> dict[str, tuple[FloatArray, FloatArray]]:
+    """(tokens per second of a request, tokens per second and device) of all that serves, at every
+    concurrency.
+
+    With expert parallelism and without, on the first of the clusters.
+    """
+    cluster = question.clusters[0]
+    pricer = Pricer(model=question.model, cluster=cluster, profile=question.profile, shares=question.shares)
+    space, _ = blocks(question.model, cluster, question.choices, {})
+    found: dict[str, list[FloatArray]] = {"with EP": [], "without EP": []}
+    for rows in rows_by_concurrency(pricer, space, question.demand):
+        points = np.stack(
+            [1.0 / rows.tpot_s, rows.rate * rows.count * question.demand.osl / cluster.num_devices]
+        )
+        found["with EP"].append(points[:, rows.ep > 1])
+        found["without EP"].append(points[:, rows.ep <= 1])
+    joined = {name: np.concatenate(parts, axis=1) for name, parts in found.items() if parts}
+    return {name: (points[0], points[1]) for name, points in joined.items()}
 
 
 def collect(
