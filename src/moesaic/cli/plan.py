@@ -15,7 +15,7 @@ from moesaic.planner.answer import as_json
 from moesaic.planner.demand import OBJECTIVES, Demand, Objective
 from moesaic.planner.deployment import deployment_of
 from moesaic.planner.load_file import SKEW, grouped, read_load, skewed
-from moesaic.planner.question import clusters_of, format_choices, profile_of
+from moesaic.planner.question import clusters_of, format_choices
 from moesaic.planner.search import Question, ep_bands, search
 from moesaic.planner.space import parse_pins
 from moesaic.spec.families import read_config
@@ -75,8 +75,8 @@ def plan_command(
     ] = None,
     layout: Annotated[str, typer.Option("--layout", help="Numbers to hold fixed, as in tp=8,ep=32.")] = "",
     profile: Annotated[
-        str, typer.Option("--profile", help="How much of the datasheet is reached: paper.")
-    ] = "paper",
+        str, typer.Option("--profile", help="How much of the datasheet is reached: calibrated or paper.")
+    ] = "calibrated",
     hardware: Annotated[
         Path | None, typer.Option("--hardware", help="A machine file of your own, or a folder of them.")
     ] = None,
@@ -105,7 +105,7 @@ def plan_command(
     recorded = None if load is None else read_load(load, spec)
     question = Question(
         model=spec, clusters=clusters_of(machines, price or [], hardware), demand=demand,
-        profile=profile_of(profile),
+        profile=profile,
         shares=skewed(spec, SKEW if skew is None else skew) if recorded is None else grouped(recorded),
         choices=format_choices(spec, weights, kv, dispatch), pins=parse_pins(layout),
     )  # fmt: skip

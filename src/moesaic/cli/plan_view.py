@@ -33,7 +33,7 @@ def render(model: str, question: Question, answer: Answer, bands: Sequence[Band]
     ] or ["nothing"])  # fmt: skip
     lines += _row("searched", [
         f"{answer.num_candidates:,} candidates in {format_seconds(answer.search_s)}; numbers are "
-        f"{question.profile.source}, profile {question.profile.name}"
+        f"{best.source}, profile {question.profile}"
     ])  # fmt: skip
     return "\n".join(lines)
 

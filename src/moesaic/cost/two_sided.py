@@ -52,6 +52,7 @@ class Sides:
 
     attention: Cluster
     experts: Cluster
+    profiles: tuple[Profile, Profile]  # of attention, of experts
 
 
 def ping_pong(
@@ -77,14 +78,11 @@ def two_sided_step(
     grid: TwoSides,
     work: Work,
     *,
-    profile: Profile,
     formats: Formats,
     shares: ExpertShares = CHANCE,
 ) -> Cost:
     """A decode step of all micro-batches. `work` is one micro-batch of one attention replica."""
-    walk = _Walk(
-        sides=sides, grid=grid, work=work, shares=shares, profile=profile, model=model, formats=formats
-    )
+    walk = _Walk(sides=sides, grid=grid, work=work, shares=shares, model=model, formats=formats)
     many = grid.num_micro_batches
     parts: list[Cost] = []
     for times, moe_idx, layer in layer_kinds(model, shares):
@@ -94,8 +92,8 @@ def two_sided_step(
             parts.append(ping_pong(attention, dispatch, experts, combine, float(times), many))
         else:
             parts.append(Repeat(np.asarray(many, np.float64) * times, walk.attention(layer)))
-    if profile.counts_all:
-        parts.append(Repeat(many, ops.head(work.num_seqs, grid.tp, walk.context(sides.attention))))
+    if sides.profiles[0].counts_all:
+        parts.append(Repeat(many, ops.head(work.num_seqs, grid.tp, walk.context(0))))
     return Seq(tuple(parts))
 
 
@@ -105,16 +103,18 @@ class _Walk:
     sides: Sides
     grid: TwoSides
     work: Work
-    profile: Profile
     formats: Formats
     shares: ExpertShares
 
-    def context(self, cluster: Cluster) -> Context:
-        return Context(model=self.model, machine=cluster.machine, profile=self.profile, formats=self.formats)
+    def context(self, side: int) -> Context:
+        cluster = (self.sides.attention, self.sides.experts)[side]
+        return Context(
+            model=self.model, machine=cluster.machine, profile=self.sides.profiles[side], formats=self.formats
+        )
 
     def attention(self, layer: LayerSpec) -> Cost:
         """What the attention side does in a layer: the mixer, shared experts, a dense network."""
-        ctx, tp = self.context(self.sides.attention), self.grid.tp
+        ctx, tp = self.context(0), self.grid.tp
         parts: list[Cost] = []
         if layer.mixer is not None:
             parts += [*ops.mixer(layer, self.work, tp, 1.0, ctx), self._sum("attention_all_reduce", tp)]
@@ -132,14 +132,14 @@ class _Walk:
         grid, tokens = self.grid, np.asarray(self.work.rows, np.float64) * self.grid.num_attention
         computed = ops.experts(
             moe, 0.0 * tokens, tokens, grid.ep, grid.expert_tp, grid.num_redundant,
-            self.context(self.sides.experts), self.shares, moe_idx,
+            self.context(1), self.shares, moe_idx,
         )  # fmt: skip
         choices = tokens * moe.experts_per_token
         busiest = busiest_rows(choices, grid.ep, self.shares, moe_idx, grid.num_redundant)
         size = moe.row_width * ACTIVATION_BYTES
         summed = comm.all_reduce(
             "ffn_all_reduce", num_bytes=busiest * size, ranks=grid.expert_tp, cluster=self.sides.experts,
-            profile=self.profile,
+            profile=self.sides.profiles[1],
         )  # fmt: skip
         row_bytes = moe.row_width * self.formats.dispatch_bits / 8
         dispatch = self._transfer("dispatch", choices * row_bytes, busiest * row_bytes)
@@ -161,17 +161,15 @@ class _Walk:
         is_far = (ranks > self.sides.attention.link_domain) | (self.sides.attention != self.sides.experts)
         return Par(
             tuple(
-                comm.point_to_point(
-                    name, num_bytes=size, is_far=is_far, cluster=cluster, profile=self.profile
-                )
-                for cluster, size in ends
+                comm.point_to_point(name, num_bytes=size, is_far=is_far, cluster=cluster, profile=profile)
+                for (cluster, size), profile in zip(ends, self.sides.profiles, strict=True)
             )
         )
 
     def _sum(self, name: TermName, ranks: Number) -> CostTerm:
         return comm.all_reduce(
             name, num_bytes=self.work.rows * self.model.hidden * ACTIVATION_BYTES, ranks=ranks,
-            cluster=self.sides.attention, profile=self.profile,
+            cluster=self.sides.attention, profile=self.sides.profiles[0],
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from moesaic.cost.term import FloatArray
 
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "moesaic",
     "font.size": 9,

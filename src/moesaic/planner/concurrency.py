@@ -150,7 +150,8 @@ def _tree(pricer: Pricer, demand: Demand, rows: Rows, idx: int) -> tuple[Cost, C
     decode = pricer.cost(block, rows.batch[idx : idx + 1], 1.0, demand.mean_context)
     new = demand.new_tokens
     prefill = pricer.cost(block, stages, float(new), float(demand.isl - new))
-    between = float(rows.batch[idx]) / demand.osl / pick(stages, 0)
+    waited = pricer.interference.prefill_in_decode
+    between = waited * float(rows.batch[idx]) / demand.osl / pick(stages, 0)
     return at(decode, 0), at(prefill, 0), between
 
 

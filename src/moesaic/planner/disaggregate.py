@@ -6,15 +6,15 @@ only the balanced one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
 from moesaic.cost.ops import Work
-from moesaic.cost.two_sided import Sides, TwoSides, two_sided_memory, two_sided_step
 from moesaic.cost.term import Cost, FloatArray, at, step_seconds
+from moesaic.cost.two_sided import Sides, TwoSides, two_sided_memory, two_sided_step
 from moesaic.planner.demand import Demand
 from moesaic.planner.plan import Pool
 from moesaic.planner.pools import MAX_SECONDS, Refused
@@ -169,10 +169,14 @@ def _rows(limits: Limits, pricers: tuple[Pricer, Pricer], pins: Mapping[Knob, in
 def _step(
     pricers: tuple[Pricer, Pricer], grid: TwoSides, batch: FloatArray, choice: FormatChoice, demand: Demand
 ) -> Cost:
+    sides = Sides(
+        attention=pricers[0].cluster, experts=pricers[1].cluster,
+        profiles=(pricers[0].profile, pricers[1].profile),
+    )  # fmt: skip
     per_batch = np.asarray(batch, np.float64) / grid.num_micro_batches
     return two_sided_step(
-        pricers[0].model, Sides(attention=pricers[0].cluster, experts=pricers[1].cluster), grid,
-        Work(num_seqs=per_batch, new_tokens=1.0, past=demand.mean_context), profile=pricers[0].profile,
+        pricers[0].model, sides, grid,
+        Work(num_seqs=per_batch, new_tokens=1.0, past=demand.mean_context),
         formats=choice.formats, shares=pricers[0].shares,
     )  # fmt: skip
 
@@ -205,22 +209,3 @@ def _largest_batch(
             miss = NearMiss(count=int(wrong.sum()), nearest=nearest, distance=float(ratio[idx]))
             refused.count("memory", miss)
     return np.asarray(np.minimum(units, np.floor(MAX_BATCH / many)) * many)
-
-
-def linear_fit(batches: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(slope, start) of a side's time over its batch, least squares.
-
-    Source: T_a = k1 b_a + k2 and T_e = k3 b_e + k4, MegaScale-Infer, arXiv:2504.02263, sec. 4.
-    """
-    slope, start = np.polyfit(np.asarray(batches, np.float64), np.asarray(seconds, np.float64), 1)
-    return float(slope), float(start)
-
-
-def balanced_attention(
-    attention_slope: float, expert_slope: float, num_experts: int, experts_per_token: int
-) -> float:
-    """Attention replicas at which both sides take equally long: k1 E / (k3 K).
-
-    Source: MegaScale-Infer, arXiv:2504.02263, sec. 4.
-    """
-    return attention_slope * num_experts / (expert_slope * experts_per_token)

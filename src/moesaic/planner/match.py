@@ -126,12 +126,11 @@ def match(
         pools, decode = decoders.build(second, counts[1], demand)
         pool = make_pool(pricers[prefill_idx], prefill, first, counts[0], demand)
         tree = prefill_tree(pricers[prefill_idx], prefill, first, demand, float(prefill.batch[first]))
-        step_s = step_seconds(tree)
-        hand_over_s = float(prefill.ttft_s[first]) - float(step_s.value)
         requests = min(counts[0] * float(prefill.rate[first]), counts[1] * float(decoders.rate[second]))
         return Plan(
             pools=(pool, *pools), tokens_per_s=requests * demand.osl, tpot=step_seconds(decode),
-            ttft=step_s + Interval.exactly(hand_over_s), decode=decode, prefill=tree, prefill_share=0.0,
+            ttft=Interval.exactly(float(prefill.ttft_s[first])).widened(*pricers[prefill_idx].ttft_bounds),
+            decode=decode, prefill=tree, prefill_share=0.0,
             value=float(value[first, second]), source=pricers[0].profile.source,
             charged=tuple(
                 (one.cluster, int(many)) for one, many in zip(pricers, charged, strict=True) if many

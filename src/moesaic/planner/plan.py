@@ -183,10 +183,12 @@ def serve_plan(pricer: Pricer, rows: Rows, idx: int, demand: Demand, charged: in
     decode = decode_tree(pricer, rows, idx, demand)
     prefill = prefill_tree(pricer, rows, idx, demand, stages)
     step, first = step_seconds(decode), step_seconds(prefill)
-    between = first.times(float(rows.batch[idx]) / demand.osl / stages)
+    waited = pricer.interference.prefill_in_decode
+    between = first.times(waited * float(rows.batch[idx]) / demand.osl / stages)
     tpot = step + between
     return Plan(
-        pools=(pool,), tokens_per_s=float(rows.rate[idx]) * count * demand.osl, tpot=tpot, ttft=first + step,
+        pools=(pool,), tokens_per_s=float(rows.rate[idx]) * count * demand.osl, tpot=tpot,
+        ttft=Interval.exactly(float(rows.ttft_s[idx])).widened(*pricer.ttft_bounds),
         decode=decode, prefill=prefill, prefill_share=float(between.value) / float(tpot.value), value=value,
         source=pricer.profile.source,
         charged=((pricer.cluster, charged),),

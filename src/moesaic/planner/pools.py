@@ -100,7 +100,8 @@ def serve_rows(pricer: Pricer, blocks: Sequence[Block], demand: Demand, refused:
         most, least_bytes = pricer.largest_batch(block, "serve", demand)
         _refuse_memory(pricer, block, most, least_bytes, refused)
         first = np.asarray(pricer.prefill_interval(block, block.columns["pp"], demand).value)
-        prefill_s = first / block.columns["pp"]  # of one prompt, when all stages are busy
+        waited = pricer.interference.prefill_in_decode
+        prefill_s = waited * first / block.columns["pp"]  # of one prompt, when all stages are busy
 
         def tpot(
             rows: np.ndarray, batch: FloatArray, block: Block = block, prefill_s: FloatArray = prefill_s
@@ -112,7 +113,7 @@ def serve_rows(pricer: Pricer, blocks: Sequence[Block], demand: Demand, refused:
         count = np.floor(pricer.cluster.num_devices / block.devices)
         batch, tpot_s = _batches(block, most, tpot, demand, count, refused)
         step_s = tpot_s - batch / demand.osl * prefill_s
-        ttft_s = first + step_s
+        ttft_s = pricer.first_token_s(first, step_s)
         keep = (batch > 0) & _keeps_ttft(block, ttft_s, batch > 0, demand, refused)
         rate = _active(block, batch, demand, count) / (demand.osl * np.maximum(tpot_s, 1e-12))
         found.append(_rows("serve", blocks, block_idx, keep, batch, count, rate, tpot_s, ttft_s))
@@ -147,7 +148,7 @@ def prefill_rows(pricer: Pricer, blocks: Sequence[Block], demand: Demand, refuse
     found = []
     for block_idx, block in enumerate(blocks):
         unit = block.columns["pp"]
-        hand_over = pricer.hand_over_s(block, demand)
+        hand_over = pricer.first_token_s(pricer.hand_over_s(block, demand), 0.0)
         batch, ttft_s, rate = (np.zeros(len(block)) for _ in range(3))
         many = 1
         while many * demand.new_tokens <= max(demand.new_tokens, PREFILL_TOKENS):

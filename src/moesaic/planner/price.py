@@ -8,11 +8,13 @@ from typing import Literal
 
 import numpy as np
 
+from moesaic.cost.calibrated import profile_named, shipped
 from moesaic.cost.comm import link_rate, network_rate
 from moesaic.cost.layouts import cache_bytes_per_sequence, memory_per_rank, step_cost
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.ops import Work
 from moesaic.cost.profile import Profile
+from moesaic.cost.serving import Interference
 from moesaic.cost.term import Cost, FloatArray, Interval, step_seconds
 from moesaic.planner.demand import Demand
 from moesaic.planner.space import Block
@@ -32,12 +34,17 @@ Source: DeepSeek's published prefill profile has 16,384 tokens a device.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pricer:
-    """One model on one cluster under one profile and one load."""
+    """One model on one cluster under one profile and one load.
+
+    Units:  ttft_bounds are factors on a time to the first token that its interval goes to.
+    """
 
     model: ModelSpec
     cluster: Cluster
     profile: Profile
     shares: ExpertShares
+    interference: Interference = field(default_factory=Interference)
+    ttft_bounds: tuple[float, float] = (1.0, 1.0)
     counted: list[int] = field(default_factory=lambda: [0])  # candidates priced so far
 
     def cost(self, block: Block, num_seqs: FloatArray, new_tokens: float, past: float) -> Cost:
@@ -79,6 +86,13 @@ class Pricer:
             name: np.broadcast_to(np.asarray(part, np.float64), (len(block),)) for name, part in parts.items()
         }
 
+    def first_token_s(self, prefill_s: FloatArray, step_s: FloatArray | float) -> FloatArray:
+        """Time to the first token without a queue: one's own prefill, what every request waits, decode
+        steps."""
+        own = self.interference
+        fixed = own.first_s + own.first_layer_s * len(self.model.layers)
+        return np.asarray(prefill_s + fixed + max(own.first_steps, 1.0) * step_s)
+
     @property
     def usable_bytes(self) -> float:
         """What weights, KV and buffers may fill of one device."""
@@ -99,6 +113,21 @@ class Pricer:
         rate = link_rate if self.cluster.num_devices <= self.cluster.link_domain else network_rate
         seconds = size / block.columns["pp"] / rate(self.cluster, self.profile)
         return np.broadcast_to(seconds, (len(block),))
+
+
+def pricer_of(model: ModelSpec, cluster: Cluster, profile: str, shares: ExpertShares) -> Pricer:
+    """What prices a model on a cluster under the profile called `profile`.
+
+    Raises: ConfigError for an unknown profile.
+    """
+    found = profile_named(profile, cluster)
+    if profile == "paper":
+        return Pricer(model=model, cluster=cluster, profile=found, shares=shares)
+    fitted = shipped()
+    return Pricer(
+        model=model, cluster=cluster, profile=found, shares=shares, interference=fitted.interference(cluster),
+        ttft_bounds=fitted.bounds["ttft"],
+    )  # fmt: skip
 
 
 def largest_within(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from moesaic.account.memory import WEIGHT_BITS
 from moesaic.cost.ops import Formats
-from moesaic.cost.profile import PAPER, Profile
 from moesaic.errors import ConfigError, nearest
 from moesaic.planner.space import FormatChoice
 from moesaic.spec.hardware import Cluster, Fact, cluster
@@ -18,7 +17,6 @@ from moesaic.spec.model import ModelSpec
 
 KV_BITS = {"bfloat16": 16.0, "fp8": 8.0, "int8": 8.0, "fp4": 4.0}
 DISPATCH_BITS = {"bfloat16": 16.0, "fp8": 8.0 + 32.0 / 128}  # fp8 rows have a float32 scale for 128 numbers
-PROFILES: dict[str, Profile] = {"paper": PAPER}
 
 LOSSLESS = "stored"
 
@@ -89,13 +87,3 @@ def _names(text: str, option: str, known: Sequence[str] | dict[str, float]) -> l
     if not names:
         raise ConfigError(f"--{option} is empty; {nearest('', known)}")
     return list(dict.fromkeys(names))
-
-
-def profile_of(name: str) -> Profile:
-    """The profile called `name`.
-
-    Raises: ConfigError with the known ones.
-    """
-    if name not in PROFILES:
-        raise ConfigError(f"unknown profile {name!r}; {nearest(name, PROFILES)}")
-    return PROFILES[name]

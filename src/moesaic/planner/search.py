@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moesaic.cost.load import ExpertShares
-from moesaic.cost.profile import Profile
 from moesaic.cost.term import FloatArray
 from moesaic.errors import CapacityError
 from moesaic.planner.concurrency import Band, bands, rows_by_concurrency
@@ -29,7 +28,7 @@ from moesaic.planner.match import (
 )
 from moesaic.planner.plan import Plan, serve_plan
 from moesaic.planner.pools import Refused, Rows, decode_rows, prefill_rows, serve_rows
-from moesaic.planner.price import Pricer
+from moesaic.planner.price import Pricer, pricer_of
 from moesaic.planner.space import (
     Block,
     FormatChoice,
@@ -55,10 +54,14 @@ class Question:
     model: ModelSpec
     clusters: tuple[Cluster, ...]
     demand: Demand
-    profile: Profile
+    profile: str  # paper or calibrated
     shares: ExpertShares
     choices: tuple[FormatChoice, ...]
     pins: Mapping[Knob, int] = field(default_factory=dict)
+
+    def pricer(self, cluster: Cluster) -> Pricer:
+        """What prices the model on a cluster."""
+        return pricer_of(self.model, cluster, self.profile, self.shares)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +90,7 @@ def search(question: Question) -> Answer:
         check_pins(question.model, cluster, question.pins)
     refused, pricers, spaces = Refused({}), [], []
     for cluster in question.clusters:
-        pricers.append(
-            Pricer(model=question.model, cluster=cluster, profile=question.profile, shares=question.shares)
-        )
+        pricers.append(question.pricer(cluster))
         found, misses = blocks(question.model, cluster, question.choices, question.pins)
         spaces.append(found)
         refused = Refused({**refused.misses, **misses})
@@ -114,7 +115,7 @@ def search(question: Question) -> Answer:
 def ep_bands(question: Question) -> tuple[Band, ...]:
     """Expert parallelism or not by concurrency, on the first of the clusters."""
     cluster = question.clusters[0]
-    pricer = Pricer(model=question.model, cluster=cluster, profile=question.profile, shares=question.shares)
+    pricer = question.pricer(cluster)
     space, _ = blocks(question.model, cluster, question.choices, {})
     return bands(pricer, space, question.demand)
 
@@ -126,7 +127,7 @@ def frontier_points(question: Question) -> dict[str, tuple[FloatArray, FloatArra
     With expert parallelism and without, on the first of the clusters.
     """
     cluster = question.clusters[0]
-    pricer = Pricer(model=question.model, cluster=cluster, profile=question.profile, shares=question.shares)
+    pricer = question.pricer(cluster)
     space, _ = blocks(question.model, cluster, question.choices, {})
     found: dict[str, list[FloatArray]] = {"with EP": [], "without EP": []}
     for rows in rows_by_concurrency(pricer, space, question.demand):

@@ -9,8 +9,8 @@ import numpy as np
 
 from moesaic.cost.load import ExpertShares, placed_shares
 from moesaic.cost.ops import Work
-from moesaic.cost.pingpong import Sides, TwoSides, two_sided_step
 from moesaic.cost.term import Cost, FloatArray, at, step_seconds
+from moesaic.cost.two_sided import Sides, TwoSides, two_sided_step
 from moesaic.planner.load_file import skewed
 from moesaic.planner.plan import Plan, Pool
 from moesaic.planner.price import Pricer
@@ -75,7 +75,8 @@ def _tpot(plan: Plan, question: Question, factors: dict[str, float]) -> float:
     pricer, block = _pricer(clusters[0], question), _block(pool)
     stages = float(pool.layout["pp"])
     prefill = float(np.asarray(pricer.prefill_interval(block, np.array([stages]), demand).value)[0])
-    return step + prefill * pool.batch / demand.osl / stages
+    waited = pricer.interference.prefill_in_decode
+    return step + waited * prefill * pool.batch / demand.osl / stages
 
 
 def _decode(pools: Sequence[Pool], clusters: Sequence[Cluster], question: Question) -> Cost:
@@ -89,16 +90,18 @@ def _decode(pools: Sequence[Pool], clusters: Sequence[Cluster], question: Questi
         num_attention=pool.layout["dp"], tp=pool.layout["tp"], ep=theirs["ep"], expert_tp=theirs["expert_tp"],
         num_redundant=theirs["num_redundant"], num_micro_batches=theirs["num_micro_batches"],
     )  # fmt: skip
+    sides = Sides(
+        attention=clusters[0], experts=clusters[1],
+        profiles=(_pricer(clusters[0], question).profile, _pricer(clusters[1], question).profile),
+    )  # fmt: skip
     work = Work(num_seqs=pool.batch / theirs["num_micro_batches"], new_tokens=1.0, past=demand.mean_context)
     return two_sided_step(
-        question.model, Sides(attention=clusters[0], experts=clusters[1]), grid, work,
-        profile=question.profile,
-        formats=pool.choice.formats, shares=question.shares,
-    )  # fmt: skip
+        question.model, sides, grid, work, formats=pool.choice.formats, shares=question.shares
+    )
 
 
 def _pricer(cluster: Cluster, question: Question) -> Pricer:
-    return Pricer(model=question.model, cluster=cluster, profile=question.profile, shares=question.shares)
+    return question.pricer(cluster)
 
 
 def _block(pool: Pool) -> Block:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -66,7 +66,8 @@ class Block:
     split: Split = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "split", Split(**self.columns, num_micro_batches=self.num_micro_batches))
+        columns: dict[str, Any] = dict(self.columns)
+        object.__setattr__(self, "split", Split(**columns, num_micro_batches=self.num_micro_batches))
 
     def __len__(self) -> int:
         return len(self.columns["tp"])

@@ -3,9 +3,9 @@ import pytest
 
 from moesaic.cost.load import EVEN
 from moesaic.cost.ops import Formats, Work
-from moesaic.cost.two_sided import Sides, TwoSides, ping_pong, two_sided_memory, two_sided_step
 from moesaic.cost.profile import PAPER
 from moesaic.cost.term import CostTerm, Interval, step_seconds
+from moesaic.cost.two_sided import Sides, TwoSides, ping_pong, two_sided_memory, two_sided_step
 from moesaic.spec.families import read_config
 from moesaic.spec.hardware import cluster
 from moesaic.spec.locate import locate
@@ -52,7 +52,7 @@ def test_known_timelines():
 
 def test_arrays_equal_single_grids():
     model = read_config(locate("mixtral-8x22b").config, name="x")
-    sides = Sides(attention=cluster("h20x8x2"), experts=cluster("l40sx8x2"))
+    sides = Sides(attention=cluster("h20x8x2"), experts=cluster("l40sx8x2"), profiles=(PAPER, PAPER))
     many = {"num_attention": [1.0, 3.0], "tp": [2.0, 4.0], "ep": [8.0, 4.0], "expert_tp": [1.0, 2.0],
             "num_redundant": [0.0, 4.0], "num_micro_batches": [3.0, 2.0]}  # fmt: skip
 
@@ -62,7 +62,6 @@ def test_arrays_equal_single_grids():
             sides,
             grid,
             Work(num_seqs=seqs, new_tokens=1, past=600),
-            profile=PAPER,
             formats=Formats(),
             shares=EVEN,
         )

@@ -28,7 +28,7 @@ def question(model, *machines, pins=None, prices=(), kv="bfloat16", weights="sto
         model=spec,
         clusters=clusters_of(machines, prices),
         demand=demand,
-        profile=PAPER,
+        profile="paper",
         shares=skewed(spec),
         choices=format_choices(spec, weights, kv, None),
         pins=pins or {},
