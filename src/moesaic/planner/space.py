@@ -281,6 +281,9 @@ def _splits(
             if limits.num_experts is None and dp > 1:
                 continue  # replicas of a dense model share nothing: they are instances of their own
             for ep, expert_tp, redundant in experts:
+                # Engines that send rows to experts one by one keep those whole; slices go with gathered rows.
+                if dp > 1 and ep > 1 and expert_tp > 1 and "expert_tp" not in pins:
+                    continue
                 yield tp, dp, kvp, ep, expert_tp, pp, redundant
 
 

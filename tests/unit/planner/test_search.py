@@ -49,7 +49,7 @@ def every_layout(size, num_experts):
             for extra in redundancies(num_experts, ep) if ep > 1 else [0]:
                 for micro in (1, 2):
                     dp = ranks // (tp * kvp)
-                    if micro == 2 and (dp == 1 or ep == 1):
+                    if (micro == 2 and (dp == 1 or ep == 1)) or (dp > 1 and 1 < ep < ranks):
                         continue
                     yield Split(
                         tp=tp, dp=dp, kvp=kvp, ep=ep, expert_tp=ranks // ep, pp=pp, num_redundant=extra,
