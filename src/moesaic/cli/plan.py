@@ -14,12 +14,13 @@ from moesaic.errors import ConfigError, nearest
 from moesaic.planner.answer import as_json
 from moesaic.planner.demand import OBJECTIVES, Demand, Objective
 from moesaic.planner.deployment import deployment_of
-from moesaic.planner.load_file import SKEW, grouped, read_load, skewed
+from moesaic.planner.load_file import default_skew, grouped, read_load, skewed
 from moesaic.planner.question import clusters_of, format_choices
 from moesaic.planner.search import Question, ep_bands, search
 from moesaic.planner.space import parse_pins
 from moesaic.spec.families import read_config
 from moesaic.spec.locate import locate
+from moesaic.spec.model import ModelSpec
 
 
 def plan_command(
@@ -60,7 +61,8 @@ def plan_command(
     skew: Annotated[
         float | None,
         typer.Option(
-            "--skew", help=f"Zipf exponent of the experts' popularity without a load [default: {SKEW}]."
+            "--skew",
+            help="Zipf exponent of the experts' popularity [default: 0.17 up to 16 experts, else 0.48].",
         ),
     ] = None,
     weights: Annotated[
@@ -106,8 +108,9 @@ def plan_command(
     question = Question(
         model=spec, clusters=clusters_of(machines, price or [], hardware), demand=demand,
         profile=profile,
-        shares=skewed(spec, SKEW if skew is None else skew) if recorded is None else grouped(recorded),
+        shares=skewed(spec, skew) if recorded is None else grouped(recorded),
         choices=format_choices(spec, weights, kv, dispatch), pins=parse_pins(layout),
+        load=_load_name(spec, load, skew),
     )  # fmt: skip
     answer = search(question)
     bands = ep_bands(question)
@@ -122,6 +125,16 @@ def plan_command(
         typer.echo(render(model, question, answer, bands))
     if answer.missed:
         raise typer.Exit(3)
+
+
+def _load_name(spec: ModelSpec, load: Path | None, skew: float | None) -> str:
+    if not spec.moe_layers:
+        return "dense model"
+    if load is not None:
+        return f"experts as uneven as recorded in {load}"
+    return f"experts as uneven as Zipf {default_skew(spec) if skew is None else skew:g}" + (
+        ", assumed" if skew is None else ""
+    )
 
 
 def write_text(path: Path, text: str) -> None:

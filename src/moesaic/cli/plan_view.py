@@ -33,7 +33,7 @@ def render(model: str, question: Question, answer: Answer, bands: Sequence[Band]
     ] or ["nothing"])  # fmt: skip
     lines += _row("searched", [
         f"{answer.num_candidates:,} candidates in {format_seconds(answer.search_s)}; numbers are "
-        f"{best.source}, profile {question.profile}"
+        f"{best.source}, profile {question.profile}, {question.load}"
     ])  # fmt: skip
     return "\n".join(lines)
 

@@ -15,22 +15,37 @@ from moesaic.spec.experts import ExpertLoad
 from moesaic.spec.locate import read_json_object
 from moesaic.spec.model import ModelSpec
 
-SKEW = 0.48
-"""Exponent of the popularity of experts where no load is given.
+SKEW_FINE = 0.48
+"""Exponent of the popularity of many small experts where no load is given.
 
-Source: the second moment of DeepSeek-V3's decode counts that SGLang published with its 96-GPU deployment
-(median over the sparse layers 1.54 to 1.60 times that of even shares); their hottest expert is a Zipf 0.4's.
+Source: the second moment of DeepSeek-V3's decode counts that SGLang published with its 96-GPU deployment:
+1.54 to 1.60 times that of even shares, median over the sparse layers. OLMoE (64 experts, six corpora
+together): 0.43.
 """
+SKEW_COARSE = 0.17
+"""The same of few large experts.
+
+Source: Mixtral-8x7B over seven subjects of MMLU, Fiddler's published counts: 0.16 and 0.17; single subjects
+0.2 to 0.37.
+"""
+COARSE = 16  # guess: experts up to which a model's are few and large
 
 
 NUM_GROUPS = 4  # guess: kinds of layers that a recorded load is priced as
 
 
-def skewed(model: ModelSpec, exponent: float = SKEW) -> ExpertShares:
-    """The skew model for a model's experts; exponent 0 leaves chance alone.
+def default_skew(model: ModelSpec) -> float:
+    """What is assumed where neither a load nor a skew is given."""
+    most = max((moe.num_experts for _, moe in model.moe_layers), default=0)
+    return SKEW_FINE if most > COARSE else SKEW_COARSE
+
+
+def skewed(model: ModelSpec, exponent: float | None = None) -> ExpertShares:
+    """The skew model for a model's experts; exponent 0 leaves chance alone, None takes `default_skew`.
 
     Raises: ConfigError for an exponent below 0 or not finite.
     """
+    exponent = default_skew(model) if exponent is None else exponent
     layers = model.moe_layers
     if not math.isfinite(exponent) or exponent < 0:
         raise ConfigError(f"a skew is an exponent of at least 0 (0 is even, 0.6 is strong), got {exponent!r}")

@@ -11,10 +11,11 @@ import numpy as np
 
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.term import FloatArray
-from moesaic.errors import CapacityError
+from moesaic.errors import CapacityError, ConfigError
 from moesaic.planner.concurrency import Band, bands, rows_by_concurrency
 from moesaic.planner.demand import Demand, unit_cost
 from moesaic.planner.disaggregate import grids
+from moesaic.planner.fit import fit
 from moesaic.planner.match import (
     KIND,
     Choices,
@@ -58,6 +59,7 @@ class Question:
     shares: ExpertShares
     choices: tuple[FormatChoice, ...]
     pins: Mapping[Knob, int] = field(default_factory=dict)
+    load: str = ""  # what `shares` are, in words
 
     def pricer(self, cluster: Cluster) -> Pricer:
         """What prices the model on a cluster."""
@@ -252,6 +254,26 @@ def _nothing_fits(question: Question, refused: Refused) -> str:
         )
     return (
         f"no layout fits {shown}: the nearest is {miss.nearest}; take more devices, fewer tokens, or "
-        f"narrower --weights "
-        "and --kv"
+        f"narrower --weights and --kv{_offloaded(question)}"
     )
+
+
+def _offloaded(question: Question) -> str:
+    """Whether one request fits with experts in host memory or on disk, as a clause."""
+    choice = question.choices[0]
+    for cluster in question.clusters:
+        try:
+            found = fit(
+                question.model, "", cluster, batch=1, context=question.demand.length,
+                weight_format=choice.weights, kv_bits=choice.formats.kv_bits,
+            )  # fmt: skip
+        except ConfigError:  # no split of the model over so many devices
+            continue
+        if found.verdict == "fits_offloaded" and found.tokens_per_s is not None:
+            places = " and ".join(tier for tier in ("host", "disk") if found.expert_share[tier] > 0)
+            speed = float(found.tokens_per_s.value)
+            return (
+                f"; with experts on {places} of {cluster} one request fits at {speed:.3g} tokens/s, see "
+                "moesaic fit"
+            )
+    return ""

@@ -177,11 +177,11 @@ def test_objectives_pull_in_their_directions():
 
 
 def test_a_slo_that_nothing_meets_names_the_best_and_what_it_takes():
-    asked = question("deepseek-v3", "h200x8", tpot_s=1e-4)
+    asked = question("qwen3-30b-a3b", "h100x4", tpot_s=1e-5)
     answer = search(asked)
     assert answer.missed == ("tpot_s",)
     fastest = float(answer.best.tpot.value)
-    assert fastest > 1e-4
+    assert fastest > 1e-5
     met = search(replace(asked, demand=replace(asked.demand, tpot_s=fastest * 1.001)))
     assert met.missed == ()
 
@@ -192,10 +192,10 @@ def test_what_does_not_fit_says_how_much_is_missing():
 
 
 def test_concurrency_must_have_room():
-    answer = search(question("deepseek-v3", "h200x8", concurrency=100_000))
+    answer = search(question("qwen3-30b-a3b", "h100x2", concurrency=100_000))
     assert answer.missed == ("concurrency",)
     assert answer.ruled_out["concurrency"].count > 0
-    held = search(question("deepseek-v3", "h200x8", concurrency=64))
+    held = search(question("qwen3-30b-a3b", "h100x2", concurrency=64))
     pool = held.best.decoder
     assert pool.batch * pool.layout["dp"] * pool.count >= 64
 
