@@ -26,8 +26,8 @@ CASES = {
         "model": "mixtral-8x22b", "machines": ["h20x8x4", "l40sx8x4"], "isl": 571, "osl": 159, "tpot_s": 0.15,
         "objective": "per-price",
     },
-    "Qwen3-30B-A3B on one node": {
-        "model": "qwen3-30b-a3b", "machines": ["h100x8"], "isl": 1024, "osl": 512, "tpot_s": 0.03,
+    "Qwen3-30B-A3B on four H100": {
+        "model": "qwen3-30b-a3b", "machines": ["h100x4"], "isl": 1024, "osl": 512, "tpot_s": 0.03,
         "ttft_s": 1.0,
     },
 }  # fmt: skip

@@ -106,7 +106,7 @@ def test_bad_input_is_named(arguments, message):
 
 def test_report_is_one_page_with_every_plot(tmp_path):
     path = tmp_path / "plan.html"
-    assert run(*SMALL, "--report", str(path)).exit_code == 0
+    assert run(*SMALL, "--isl", "20000", "--report", str(path)).exit_code == 0
     text = path.read_text()
     assert text.count("<svg") >= 5
     for head in ("Throughput and speed", "Time of a token", "Memory of the fullest rank", "If bandwidth"):
