@@ -126,7 +126,7 @@ def pricer_of(model: ModelSpec, cluster: Cluster, profile: str, shares: ExpertSh
     fitted = shipped()
     return Pricer(
         model=model, cluster=cluster, profile=found, shares=shares, interference=fitted.interference(cluster),
-        ttft_bounds=fitted.bounds["ttft"],
+        ttft_bounds=fitted.bounds["ttft"]["any"],
     )  # fmt: skip
 
 
