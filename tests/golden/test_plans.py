@@ -20,7 +20,7 @@ CASES = {
     },
     "Llama-405B at a million tokens": {
         "model": "llama-3.1-405b", "machines": ["gb200x4x16"], "isl": 1_000_000, "osl": 1000, "tpot_s": 0.02,
-        "prefix_hit": 0.999, "weights": "nvfp4", "kv": "fp4",
+        "prefix_hit": 0.9999, "weights": "nvfp4", "kv": "fp4",
     },
     "Mixtral-8x22B per price": {
         "model": "mixtral-8x22b", "machines": ["h20x8x4", "l40sx8x4"], "isl": 571, "osl": 159, "tpot_s": 0.15,

@@ -10,6 +10,7 @@ from typing import Annotated, get_args
 import typer
 
 from moesaic.cli.plan_view import render
+from moesaic.cost.load import ExpertShares
 from moesaic.errors import ConfigError, nearest
 from moesaic.planner.answer import as_json
 from moesaic.planner.demand import OBJECTIVES, Demand, Objective
@@ -84,7 +85,10 @@ def plan_command(
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the deployment file.")] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", help="Write one HTML page with plots (needs matplotlib).")
+        Path | None,
+        typer.Option(
+            "--report", help="Write a page with plots, .html, or the plots alone, .svg (needs matplotlib)."
+        ),
     ] = None,
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -112,14 +116,33 @@ def plan_command(
         choices=format_choices(spec, weights, kv, dispatch), pins=parse_pins(layout),
         load=_load_name(spec, load, skew),
     )  # fmt: skip
+    _show(model, question, recorded, output, report, as_json_)
+
+
+def _show(
+    model: str,
+    question: Question,
+    recorded: ExpertShares | None,
+    output: Path | None,
+    report: Path | None,
+    is_json: bool,
+) -> None:
+    """Search, write the files that were asked for, print.
+
+    Raises: Exit with code 3 when an objective was missed.
+    """
     answer = search(question)
     bands = ep_bands(question)
     if output is not None:
-        write_text(output, deployment_of(answer.best, spec, recorded).to_json())
+        write_text(output, deployment_of(answer.best, question.model, recorded).to_json())
     if report is not None:
-        title, text = f"A plan for {model}", render(model, question, answer, bands)
-        write_text(report, import_module("moesaic.planner.report").page(title, text, answer.best, question))
-    if as_json_:
+        made = import_module("moesaic.planner.report")
+        if report.suffix == ".svg":
+            write_text(report, made.picture(answer.best, question))
+        else:
+            text = render(model, question, answer, bands)
+            write_text(report, made.page(f"A plan for {model}", text, answer.best, question))
+    if is_json:
         typer.echo(json.dumps(as_json(answer, bands), indent=2, allow_nan=False))
     else:
         typer.echo(render(model, question, answer, bands))

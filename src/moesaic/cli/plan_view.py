@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 from moesaic.cost.term import Interval
 from moesaic.planner.concurrency import Band
@@ -11,6 +12,7 @@ from moesaic.planner.search import Answer, Question
 from moesaic.units import format_bytes, format_seconds
 
 _COMPONENTS = ("weights", "experts", "replicas", "kv", "dispatch_buffers", "workspace")
+WIDTH = 96  # of the text beside the labels
 _OPTION = {"tpot_s": "--tpot-ms", "ttft_s": "--ttft-ms", "concurrency": "--concurrency"}
 
 
@@ -125,4 +127,9 @@ def _reason(name: str) -> str:
 
 
 def _row(label: str, texts: Sequence[str]) -> list[str]:
-    return [f"  {label if idx == 0 else '':<12}{text}" for idx, text in enumerate(texts)]
+    lines = [
+        f"{'' if idx == 0 else '  '}{line}"
+        for text in texts
+        for idx, line in enumerate(wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))
+    ]
+    return [f"  {label if idx == 0 else '':<12}{line}" for idx, line in enumerate(lines)]

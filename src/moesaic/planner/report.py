@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -23,7 +24,35 @@ h1{{font-size:1.5rem}} h2{{font-size:1.1rem;margin-top:2rem}} p{{max-width:45rem
 
 def page(title: str, text: str, plan: Plan, question: Question) -> str:
     """The page as HTML. `text` is the answer as the terminal shows it."""
-    sections = [
+    parts = [_HEAD.format(title=escape(title)), f"<h1>{escape(title)}</h1>\n<pre>{escape(text)}</pre>\n"]
+    for head, words, plot in _sections(plan, question):
+        if plot is not None:
+            parts.append(f"<h2>{escape(head)}</h2>\n<p>{escape(words)}</p>\n{plot}\n")
+    return "".join([*parts, "</body></html>\n"])
+
+
+def picture(plan: Plan, question: Question) -> str:
+    """The plots of the page below each other, as one SVG."""
+    plots = [(head, plot) for head, _, plot in _sections(plan, question) if plot is not None]
+    parts, top, width = [], 0.0, 0.0
+    for head, plot in plots:
+        box = re.search(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', plot)
+        if box is None:
+            continue
+        width = max(width, float(box[1]))
+        parts.append(
+            f'<text x="8" y="{top + 16:.0f}" font-size="12" font-weight="bold">{escape(head)}</text>'
+        )
+        parts.append(plot.replace("<svg", f'<svg x="0" y="{top + 22:.0f}"', 1).replace('pt"', '"'))
+        top += 30 + float(box[2])
+    box_of_all = f'viewBox="0 0 {width:.0f} {top:.0f}" font-family="sans-serif"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box_of_all}>'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
+
+
+def _sections(plan: Plan, question: Question) -> list[tuple[str, str, str | None]]:
+    """(heading, explanation, plot); a plot that does not apply is None."""
+    return [
         (
             "Throughput and speed",
             "Instances that serve both phases, at every concurrency; up and to the right is better.",
@@ -46,11 +75,6 @@ def page(title: str, text: str, plan: Plan, question: Question) -> str:
         ),
         *_sensitivity(plan, question),
     ]
-    parts = [_HEAD.format(title=escape(title)), f"<h1>{escape(title)}</h1>\n<pre>{escape(text)}</pre>\n"]
-    for head, words, plot in sections:
-        if plot is not None:
-            parts.append(f"<h2>{escape(head)}</h2>\n<p>{escape(words)}</p>\n{plot}\n")
-    return "".join([*parts, "</body></html>\n"])
 
 
 def _frontier(plan: Plan, question: Question) -> str | None:
