@@ -194,18 +194,20 @@ def _largest_batch(
         )
         for times in (1.0, 2.0)
     )  # fmt: skip
-    units = np.full(len(many), np.inf)
+    units, worst, used, where = (np.full(len(many), start) for start in (np.inf, 0.0, 0.0, 0.0))
     for side, pricer in enumerate(pricers):
         first, second = (np.asarray(sum(parts[side].values())) for parts in (one, two))
         more = 1.0 + np.floor((pricer.usable_bytes - first) / np.maximum(second - first, 1e-9) + 1e-9)
         units = np.minimum(units, np.where(first > pricer.usable_bytes, 0.0, np.maximum(more, 1.0)))
-        wrong = first > pricer.usable_bytes
-        if wrong.any():
-            ratio = np.where(wrong, first / pricer.usable_bytes, np.inf)
-            idx = int(np.argmin(ratio))
-            text = f"{format_bytes(float(first[idx]))} a device of {format_bytes(pricer.usable_bytes)} usable"
-            name = ("attention", "experts")[side]
-            nearest = f"{name} apart: {text}"
-            miss = NearMiss(count=int(wrong.sum()), nearest=nearest, distance=float(ratio[idx]))
-            refused.count("memory", miss)
+        fuller = first / pricer.usable_bytes > worst
+        used, where = np.where(fuller, first, used), np.where(fuller, side, where)
+        worst = np.maximum(worst, first / pricer.usable_bytes)
+    wrong = worst > 1.0
+    if wrong.any():
+        idx = int(np.argmin(np.where(wrong, worst, np.inf)))
+        side = int(where[idx])
+        size, usable = (format_bytes(one) for one in (float(used[idx]), pricers[side].usable_bytes))
+        nearest = f"{('attention', 'experts')[side]} apart: {size} a device of {usable} usable"
+        miss = NearMiss(count=int(wrong.sum()), nearest=nearest, distance=float(worst[idx]))
+        refused.count("memory", miss)
     return np.asarray(np.minimum(units, np.floor(MAX_BATCH / many)) * many)

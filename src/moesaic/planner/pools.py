@@ -143,12 +143,17 @@ def decode_rows(
     return _joined(found)
 
 
-def prefill_rows(pricer: Pricer, blocks: Sequence[Block], demand: Demand, refused: Refused) -> Rows:
-    """Instances that only prefill, with as many prompts a step as time to first token and memory allow."""
+def prefill_rows(
+    pricer: Pricer, blocks: Sequence[Block], demand: Demand, refused: Refused, is_far: bool
+) -> Rows:
+    """Instances that only prefill, with as many prompts a step as time to first token and memory allow.
+
+    `is_far`: KV is handed over through the network.
+    """
     found = []
     for block_idx, block in enumerate(blocks):
         unit = block.columns["pp"]
-        hand_over = pricer.first_token_s(pricer.hand_over_s(block, demand), 0.0)
+        hand_over = pricer.first_token_s(pricer.hand_over_s(block, demand, is_far), 0.0)
         batch, ttft_s, rate = (np.zeros(len(block)) for _ in range(3))
         many = 1
         while many * demand.new_tokens <= max(demand.new_tokens, PREFILL_TOKENS):

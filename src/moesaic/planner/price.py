@@ -107,10 +107,10 @@ class Pricer:
         units = np.where(one > self.usable_bytes, 0.0, np.maximum(units, 1.0))
         return np.minimum(units, np.floor(MAX_BATCH / unit)) * unit, np.asarray(one)
 
-    def hand_over_s(self, block: Block, demand: Demand) -> FloatArray:
+    def hand_over_s(self, block: Block, demand: Demand, is_far: bool) -> FloatArray:
         """Seconds to send a prompt's KV to another instance: each rank its part, once a request."""
         size = cache_bytes_per_sequence(self.model, block.split, float(demand.isl), block.choice.formats)
-        rate = link_rate if self.cluster.num_devices <= self.cluster.link_domain else network_rate
+        rate = network_rate if is_far else link_rate
         seconds = size / block.columns["pp"] / rate(self.cluster, self.profile)
         return np.broadcast_to(seconds, (len(block),))
 

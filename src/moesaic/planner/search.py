@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -154,7 +155,8 @@ def collect(
     Servers of both phases; prefill beside decode; prefill beside attention and experts on devices of their
     own.
     """
-    is_one = len(pricers) == 1
+    is_one, is_far = len(pricers) == 1, _is_far(pricers)
+    can_part = _can_part(pricers, is_far)
     found: list[Choices] = []
     prefills: list[Rows] = []
     decoders: list[Decoders] = []
@@ -162,25 +164,38 @@ def collect(
         if space:
             served = serve_rows(pricer, space, demand, refused)
             found.append(_serve_choices(pricer, served, demand, is_one))
-        if not space or (is_one and pricer.cluster.num_devices == 1):
+        if not space or not can_part:
             prefills.append(_none(space))
             continue
-        prefills.append(_best_of_size(prefill_rows(pricer, space, demand, refused), demand))
+        prefills.append(_best_of_size(prefill_rows(pricer, space, demand, refused, is_far), demand))
         counts = spaced(pricer.cluster.num_devices)
         rows = _best_of_size(decode_rows(pricer, space, demand, refused, counts), demand)
         decoders.append(of_rows(pricer, rows, idx, len(pricers)))
-    for one in range(len(pricers)):
-        for other in range(len(pricers)):
-            for choice in question.choices:
-                sides = pricers[one], pricers[other]
-                two_sided = grids(sides, choice, demand, question.pins, refused)
-                if two_sided is not None and len(two_sided.batch):
-                    decoders.append(of_grids(two_sided, (one, other), len(pricers), demand))
+    every = range(len(pricers)) if can_part else ()
+    for one, other, choice in product(every, every, question.choices):
+        two_sided = grids((pricers[one], pricers[other]), choice, demand, question.pins, refused)
+        if two_sided is not None and len(two_sided.batch):
+            decoders.append(of_grids(two_sided, (one, other), len(pricers), demand))
     for idx, prefill in enumerate(prefills):
         for decoder in decoders:
             if len(prefill) and len(decoder.rate):
                 found.append(match(pricers, idx, prefill, decoder, demand))
     return [choices for choices in found if len(choices.value)]
+
+
+def _is_far(pricers: Sequence[Pricer]) -> bool:
+    """Whether instances may be on different nodes, or kinds of machine."""
+    first = pricers[0].cluster
+    return len(pricers) > 1 or first.num_devices > first.link_domain
+
+
+def _can_part(pricers: Sequence[Pricer], is_far: bool) -> bool:
+    """Whether work can be parted over instances: there are two devices, and the machines' files say what
+    joins them."""
+    if len(pricers) == 1 and pricers[0].cluster.num_devices == 1:
+        return False
+    wanted = ("network_bytes_per_s",) if is_far else ("link_bytes_per_s", "host_link_bytes_per_s")
+    return all(any(name in pricer.cluster.machine.facts for name in wanted) for pricer in pricers)
 
 
 def pick(choices: Sequence[Choices]) -> tuple[Plan, Plan | None]:

@@ -212,6 +212,14 @@ def test_prices_and_formats():
         format_choices(spec, "stored", "fp9", None)
 
 
+def test_nodes_without_a_network_are_replicas():
+    answer = search(question("olmoe-1b-7b", "rtx-4090x4x2"))
+    (pool,) = answer.best.pools
+    assert pool.role == "serve"
+    assert pool.devices <= 4
+    assert pool.num_devices == 8
+
+
 def test_pins_are_parsed_or_refused():
     assert parse_pins("tp=8, ep=32") == {"tp": 8, "ep": 32}
     assert parse_pins("") == {}

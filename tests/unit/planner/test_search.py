@@ -120,7 +120,7 @@ def test_pools_are_matched_as_brute_force_would():
     asked = question("mixtral-8x7b", "h100x4x2", isl=3000, osl=200, tpot_s=0.05, ttft_s=2.0)
     pricer = Pricer(model=asked.model, cluster=asked.clusters[0], profile=PAPER, shares=asked.shares)
     space, _ = blocks(asked.model, asked.clusters[0], asked.choices, {})
-    prefill = prefill_rows(pricer, space, asked.demand, Refused({}))
+    prefill = prefill_rows(pricer, space, asked.demand, Refused({}), False)
     decode = decode_rows(pricer, space, asked.demand, Refused({}), [0])
     best = 0.0
     for size, rate in {(d, prefill.rate[prefill.devices == d].max()) for d in set(prefill.devices)}:
