@@ -73,7 +73,7 @@ def test_what_was_feasible_still_is(plans):
 def test_deepseek_decodes_over_many_ranks_with_copies_and_prefills_over_fewer(plans):
     prefill, decode = plans["DeepSeek-V3 on 128 H800"]["pools"]
     assert (prefill["role"], decode["role"]) == ("prefill", "decode")
-    assert 64 <= decode["ep"] <= 160
+    assert decode["ep"] >= 32
     assert decode["num_redundant"] > 0
     assert prefill["ep"] < decode["ep"]
 
