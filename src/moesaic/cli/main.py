@@ -35,6 +35,15 @@ VERBS = (
         "moesaic.cli.verify:verify_command",
         "Check a model against transformers, alone and in batches.",
     ),
+    Verb(
+        "fit", "moesaic.cli.fit:fit_command", "Say whether a model fits a machine, and how fast it is there."
+    ),
+    Verb(
+        "accuracy",
+        "moesaic.cli.accuracy:accuracy_command",
+        "Compare predicted with measured serving times.",
+    ),
+    Verb("plan", "moesaic.cli.plan:plan_command", "Find the layout that serves a model best on machines."),
     Verb("bench", "moesaic.cli.bench:app", "Measure throughput and latency, in process or against a server."),
     Verb("simulate", "moesaic.cli.simulate:app", "Study a mechanism on made-up traffic, without a model."),
 )

@@ -211,6 +211,25 @@ METRICS: tuple[Metric, ...] = (
     ),
 )
 
+LAYER_SPANS: tuple[Span, ...] = (
+    Span(name="embedding", help="Rows of the input embedding."),
+    Span(name="attention_projections", help="Query, key, value and output projections of the mixer."),
+    Span(name="attention", help="Scores and weighted sums over the cache, or the state update."),
+    Span(name="kv_exchange", help="Partial outputs between ranks that share a context."),
+    Span(name="attention_all_reduce", help="Sum of the attention's parts over tensor-parallel ranks."),
+    Span(name="dispatch", help="Rows to the ranks of their experts."),
+    Span(name="experts", help="The gate and the routed experts."),
+    Span(name="combine", help="Rows back from the ranks of their experts."),
+    Span(name="shared_experts", help="The experts that every token passes."),
+    Span(name="dense_ffn", help="A dense feed-forward network."),
+    Span(name="ffn_all_reduce", help="Sum of the feed-forward's parts over tensor-parallel ranks."),
+    Span(name="head", help="Logits of the last row of each sequence."),
+    Span(name="pipeline_send", help="Rows to the next pipeline stage."),
+    Span(name="expert_load", help="Experts outside the devices: reading, sending or computing them."),
+    Span(name="host", help="Scheduling, launching and sampling that the devices wait for."),
+)
+"""Parts of a step by the names that predicted costs have; the engine times the whole forward so far."""
+
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 

@@ -1,1 +1,1 @@
-"""What to deploy, and studies of what happens then. No torch."""
+"""What to deploy: does it fit, how fast, and studies of what happens then. No torch."""

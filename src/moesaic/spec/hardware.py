@@ -1,7 +1,12 @@
-"""Machines as facts: memory, rates, links, each number with its source, read from TOML files."""
+"""Machines as facts: memory, rates, links, prices, each number with its source, read from TOML files.
+
+A `Machine` is one kind of device, a `Cluster` some nodes of them. Datasheet numbers; corrections live in
+`cost`.
+"""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +21,12 @@ MACHINES: tuple[str, ...] = tuple(sorted(path.stem for path in FOLDER.glob("*.to
 
 _REQUIRED = ("memory_bytes", "memory_bytes_per_s", "flops_per_s.bfloat16")
 _OPTIONAL = (
-    "flops_per_s.float32", "flops_per_s.fp8", "flops_per_s.int8", "link_bytes_per_s", "network_bytes_per_s",
-    "host_link_bytes_per_s", "num_devices_per_node", "power_w",
+    "flops_per_s.float32", "flops_per_s.fp8", "flops_per_s.int8", "flops_per_s.fp4", "link_bytes_per_s",
+    "network_bytes_per_s", "host_link_bytes_per_s", "link_latency_s", "network_latency_s",
+    "num_devices_per_node", "num_devices_per_link_domain", "power_w", "price", "host_memory_bytes",
+    "host_memory_bytes_per_s", "host_flops_per_s", "disk_bytes", "disk_bytes_per_s",
 )  # fmt: skip
+MAX_DEVICES = 1_000_000  # of a cluster: more is a slip of the keyboard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +41,8 @@ class Fact:
 class Machine:
     """One kind of device: datasheet numbers, no correction.
 
-    Units:  SI. link (within a node), network (out of it) and host link are one direction, per device.
+    Units:  SI. link (within a node), network (out of it) and host link are one direction, per device. Host
+            memory, host rates and disk are of the node that the device sits in. price is relative: L20 = 1.
     """
 
     name: str
@@ -56,6 +65,16 @@ class Machine:
         fact = self.facts.get("link_bytes_per_s")
         return None if fact is None else fact.value
 
+    @property
+    def num_devices_per_node(self) -> int:
+        """Devices of a node; 1 where the file does not say."""
+        return int(self.number("num_devices_per_node", 1))
+
+    def number(self, name: str, default: float) -> float:
+        """A fact that a file may leave out, by its dotted name."""
+        fact = self.facts.get(name)
+        return default if fact is None else fact.value
+
     def has_rate(self, dtype: str) -> bool:
         """Whether the file has a rate for matrix products in a dtype."""
         return f"flops_per_s.{dtype}" in self.facts
@@ -72,16 +91,73 @@ class Machine:
         return fact.value
 
 
-@cache
-def machine(name: str) -> Machine:
-    """The machine called `name`, whatever its case.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Nodes of one kind of device: `h200x8x4` is 4 nodes of 8."""
 
-    Raises: ConfigError naming the nearest known ones.
+    machine: Machine
+    devices_per_node: int
+    num_nodes: int
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return self.devices_per_node * self.num_nodes
+
+    @property
+    def link_domain(self) -> int:
+        """Devices that reach each other over the fast link: a node, or the rack of an NVL72."""
+        domain = int(self.machine.number("num_devices_per_link_domain", 1))
+        return min(self.num_devices, max(self.devices_per_node, domain))
+
+    def __str__(self) -> str:
+        return f"{self.machine.name}x{self.devices_per_node}x{self.num_nodes}"
+
+
+def cluster(text: str, extra: Path | None = None) -> Cluster:
+    """`h200` is one device, `h200x8` one node of eight, `h200x8x4` four such nodes.
+
+    `extra` is a machine file of one's own, or a folder of them.
+
+    Raises: ConfigError for an unknown machine (with the nearest), and for counts below 1 or absurd.
+    """
+    match = re.fullmatch(r"(.*?)(?:x(\d+))?(?:x(\d+))?", text.strip().lower())
+    if match is None or not match.group(1):
+        raise ConfigError(f"{text!r} names no machine; write it as in h200x8x4: device x per node x nodes")
+    found = machine(match.group(1), extra)
+    per_node, num_nodes = (int(group) if group else 1 for group in match.groups()[1:])
+    if per_node < 1 or num_nodes < 1 or per_node * num_nodes > MAX_DEVICES:
+        raise ConfigError(
+            f"{text!r} has {per_node} x {num_nodes} devices; both must be at least 1 and their product at "
+            f"most {MAX_DEVICES}"
+        )
+    return Cluster(machine=found, devices_per_node=per_node, num_nodes=num_nodes)
+
+
+@cache
+def machine(name: str, extra: Path | None = None) -> Machine:
+    """The machine called `name`, whatever its case; from the files of `extra` first.
+
+    Raises: ConfigError naming the nearest known ones, and for an `extra` without machine files.
     """
     found = name.strip().lower()
+    own = {} if extra is None else _machines_of(extra)
+    if found in own:
+        return own[found]
     if found not in MACHINES:
-        raise ConfigError(f"unknown machine {name!r}; {nearest(found, MACHINES)}")
+        raise ConfigError(
+            f"unknown machine {name!r}; {nearest(found, (*MACHINES, *own))}; a machine of your own is one "
+            "TOML file like those in moesaic/spec/hardware"
+        )
     return read_machine(FOLDER / f"{found}.toml")
+
+
+def _machines_of(path: Path) -> dict[str, Machine]:
+    paths = sorted(path.glob("*.toml")) if path.is_dir() else [path]
+    if not paths:
+        raise ConfigError(f"{path}: a folder without a machine file (*.toml)")
+    machines = [read_machine(one) for one in paths]
+    return {one.name.lower(): one for one in machines}
 
 
 def read_machine(path: Path) -> Machine:

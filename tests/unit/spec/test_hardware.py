@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.errors import ConfigError
-from moesaic.spec.hardware import MACHINES, machine, read_machine
+from moesaic.spec.hardware import MACHINES, cluster, machine, read_machine
 
 GOOD = """
 name = "box"
@@ -62,3 +62,50 @@ def test_a_damaged_file_is_refused(tmp_path: Path, change: tuple[str, str], word
     path.write_text(GOOD.replace(*change))
     with pytest.raises(ConfigError, match=words):
         read_machine(path)
+
+
+def test_clusters_and_names_that_hold_an_x() -> None:
+    found = cluster("H200x8x4")
+    assert (found.machine.name, found.devices_per_node, found.num_nodes, found.num_devices) == (
+        "h200",
+        8,
+        4,
+        32,
+    )
+    assert str(cluster("rtx-4090")) == "rtx-4090x1x1"
+    assert cluster("mi300xx8").machine.name == "mi300x"
+    assert cluster("gb200x4x18").link_domain == 72
+    assert cluster("gb200x4").link_domain == 4
+    for text in ("h200x0", "h200x8x0", "h200x8x9999999"):
+        with pytest.raises(ConfigError, match="both must be at least 1"):
+            cluster(text)
+    for text in ("", "x8"):
+        with pytest.raises(ConfigError, match="machine"):
+            cluster(text)
+
+
+def test_a_machine_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "box.toml"
+    path.write_text(GOOD)
+    assert machine("box", path) == machine("BOX", tmp_path)
+    assert cluster("boxx2", tmp_path).num_devices == 2
+    with pytest.raises(ConfigError, match="unknown machine 'boy'; did you mean box"):
+        machine("boy", path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match="a folder without a machine file"):
+        machine("box", empty)
+
+
+def test_the_machines_that_planning_needs() -> None:
+    wanted = (
+        "a100 a800 h100 h800 h200 h20 b200 b300 gb200 gb300 mi300x mi355x l20 l40s rtx-4090 rtx-5090 "
+        "rtx-pro-6000"
+    )
+    assert set(wanted.split()) <= set(MACHINES)
+    for name in wanted.split():
+        found = machine(name)
+        assert found.number("price", 0) > 0
+        assert found.number("power_w", 0) > 0
+        assert found.num_devices_per_node >= 4
+        assert found.link_bytes_per_s is not None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from moesaic.account.params import count_params
 from moesaic.errors import ConfigError
 from moesaic.spec.families import read_config
 from moesaic.spec.locate import PRESET_FOLDER, preset, preset_names
@@ -47,6 +48,14 @@ CUT_SHORT = {
 """The file at hand has only some keys of the released config; the preset has them all."""
 
 WITHOUT_A_FILE = {"mixtral-8x22b", "qwen3-next-80b-a3b"}
+DENSE = {
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "qwen3-32b": 32_762_123_264,
+}
+"""Dense models that sparse ones are compared with, and their parameters as published."""
 
 
 def test_every_preset_is_read_and_has_a_source() -> None:
@@ -56,13 +65,19 @@ def test_every_preset_is_read_and_has_a_source() -> None:
         assert "huggingface.co" in data["source"]
         assert any("/" in alias for alias in data["aliases"])
         spec = read_config(data["config"], name=path.name)
-        assert spec.reader == "exact"
-        assert spec.moe_layers
+        assert (spec.reader == "exact") == (path.stem != "qwen3-32b")
+        assert bool(spec.moe_layers) == (path.stem not in DENSE)
 
 
 def test_every_preset_is_compared() -> None:
     stems = {path.stem for path in PRESET_FOLDER.glob("*.json")}
-    assert stems == set(WRITTEN_OUT) | set(CUT_SHORT) | WITHOUT_A_FILE
+    assert stems == set(WRITTEN_OUT) | set(CUT_SHORT) | WITHOUT_A_FILE | set(DENSE)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_presets_have_their_published_size(name: str) -> None:
+    spec = read_config(preset(name).config, name=name)
+    assert count_params(spec).num_total == pytest.approx(DENSE[name], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)

@@ -1,0 +1,112 @@
+"""`moesaic accuracy`: predicted against measured serving times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moesaic.audit.accuracy import Accuracy, Errors, accuracy
+
+
+def accuracy_command(
+    rows: Annotated[Path, typer.Option("--rows", help="CSV of measured serving times, plain or gzip.")],
+    peer: Annotated[
+        Path | None, typer.Option("--peer", help="CSV of another planner's times: id, ttft, tpot (ms).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/accuracy.md.")] = False,
+) -> None:
+    """Say how far the planner's times are from measured ones, and another planner's on the same rows."""
+    found = accuracy(rows, peer)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2, allow_nan=False))
+    else:
+        typer.echo(render_markdown(found) if markdown else render(found))
+
+
+def render(found: Accuracy) -> str:
+    """The report as text."""
+    lines = [f"{found.num_rows} usable rows"]
+    lines += [f"  dropped {count}: {reason}" for reason, count in found.dropped.items()]
+    for title, errors in _parts(found):
+        lines += ["", title, *_table(errors)]
+    for dim, values in found.slices.items():
+        lines += ["", f"by {dim}"]
+        for name, errors in values.items():
+            lines += [f"  {name}", *_table(errors)]
+    return "\n".join(lines)
+
+
+def render_markdown(found: Accuracy) -> str:
+    """The report as a page."""
+    lines = [
+        "# Accuracy",
+        "",
+        "Predicted against measured time per output token (TPOT) and time to first token (TTFT) of public",
+        "serving benchmarks, by `moesaic accuracy`. Every row is predicted by a calibration that was fitted",
+        "without the row's whole (model, GPU) group. APE is the absolute error by the measured time; the",
+        "interval is the 80 % interval, its width the median of high by low; rank is the mean rank",
+        "correlation inside a group.",
+        "",
+        f"{found.num_rows} rows of {found.num_aggregated} aggregated ones are usable. Dropped, by what was",
+        "run, never by how long it took:",
+        "",
+        "| rows | reason |",
+        "|--:|---|",
+        *(f"| {count} | {reason} |" for reason, count in found.dropped.items()),
+    ]
+    for title, errors in _parts(found):
+        lines += [
+            "",
+            f"## {title[:1].upper()}{title[1:]}",
+            "",
+            *_HEAD,
+            *(_row("", t, e) for t, e in errors.items()),
+        ]
+    for dim, values in found.slices.items():
+        lines += ["", f"## By {dim}", "", *_HEAD]
+        lines += [
+            _row(name, target, one) for name, errors in values.items() for target, one in errors.items()
+        ]
+    return "\n".join(lines)
+
+
+_HEAD = (
+    "| | | rows | median APE | 90 % APE | in interval | width | rank |",
+    "|---|---|--:|--:|--:|--:|--:|--:|",
+)
+
+
+def _parts(found: Accuracy) -> list[tuple[str, Mapping[str, Errors]]]:
+    parts = [("mixture-of-experts models", found.moe), ("dense models", found.dense)]
+    if found.peer:
+        parts.append(("shared rows, ours", found.ours_shared))
+        parts.append(("shared rows, the other planner", found.peer))
+    return [(title, errors) for title, errors in parts if errors]
+
+
+def _row(name: str, target: str, one: Errors) -> str:
+    cells = [_percent(one.median_ape), _percent(one.p90_ape), _percent(one.coverage_80), _plain(one.width)]
+    return f"| {name} | {target.upper()} | {one.n} | {' | '.join(cells)} | {_plain(one.rank_corr)} |"
+
+
+def _table(errors: Mapping[str, Errors]) -> list[str]:
+    lines = []
+    for target, one in errors.items():
+        spread = f"in interval {_percent(one.coverage_80):>7}  width {_plain(one.width):>5}"
+        ape = f"median {_percent(one.median_ape):>7}  90 % {_percent(one.p90_ape):>7}"
+        rank = f"rank {_plain(one.rank_corr):>5}"
+        lines.append(f"    {target.upper()}  {one.n:5d} rows  {ape}  {spread}  {rank}")
+    return lines
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

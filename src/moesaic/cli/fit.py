@@ -1,0 +1,69 @@
+"""`moesaic fit`: whether a model fits a machine, and how fast it is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moesaic.planner.fit import Fit, fit
+from moesaic.spec.families import read_config
+from moesaic.spec.hardware import cluster
+from moesaic.spec.locate import locate
+from moesaic.units import format_bytes, format_count
+
+
+def fit_command(
+    model: Annotated[
+        str, typer.Argument(help="A model folder, a config.json, or a preset such as deepseek-v3.")
+    ],
+    machine: Annotated[str, typer.Option("--machine", help="Device x per node x nodes, as in h200x8x4.")],
+    hardware: Annotated[
+        Path | None,
+        typer.Option("--hardware", help="A machine file (TOML) of your own, or a folder of them."),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences at a time.")] = 1,
+    context: Annotated[int, typer.Option("--context", help="Tokens of each sequence.")] = 4096,
+    weights: Annotated[
+        str | None, typer.Option("--weights", help="Weight format [default: as the checkpoint stores them].")
+    ] = None,
+    kv_bits: Annotated[float, typer.Option("--kv-bits", help="Bits of a number in the KV cache.")] = 16.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say whether a model fits, with experts in host memory or on disk if need be, and what is missing."""
+    located = locate(model)
+    found = fit(
+        read_config(located.config, name=located.name), located.name, cluster(machine, hardware), batch=batch,
+        context=context, weight_format=weights, kv_bits=kv_bits,
+    )  # fmt: skip
+    typer.echo(json.dumps(found.to_json(), indent=2, allow_nan=False) if as_json else render(found))
+
+
+def render(found: Fit) -> str:
+    """The answer as text."""
+    lines = [
+        f"{found.model} on {found.machine}, {found.batch} sequences of {found.context} tokens",
+        f"  parameters  {format_count(found.num_params)} to hold, "
+        f"{format_count(found.active_params)} to compute a token",
+    ]
+    speed = found.tokens_per_s
+    verdict = {
+        "fits": "fits", "fits_offloaded": "fits with experts outside the devices",
+        "does_not_fit": f"does not fit: {format_bytes(found.missing_bytes)} are missing",
+    }[found.verdict]  # fmt: skip
+    if speed is not None:
+        verdict += f", {speed.value:.3g} tokens/s ({speed.low:.3g} to {speed.high:.3g})"
+    lines.append(f"  verdict     {verdict}")
+    for tier, need in found.need_bytes.items():
+        share = found.expert_share[tier]
+        experts = f", {share:.0%} of the routed experts" if share else ""
+        lines.append(f"  {tier:<10}  {format_bytes(need)} of {format_bytes(found.have_bytes[tier])}{experts}")
+    axes = ", ".join(f"{name} {size}" for name, size in found.layout.items())
+    lines.append(f"  layout      {axes}")
+    held = ", ".join(
+        f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in found.rank_bytes.items() if size
+    )
+    lines.append(f"  one rank    {held}; it has {format_bytes(found.rank_have_bytes)}")
+    return "\n".join(lines)

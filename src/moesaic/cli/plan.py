@@ -1,0 +1,175 @@
+"""`moesaic plan`: which layout of which devices serves a model best."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from moesaic.cli.plan_view import render
+from moesaic.cost.load import ExpertShares
+from moesaic.errors import ConfigError, nearest
+from moesaic.planner.answer import as_json
+from moesaic.planner.demand import OBJECTIVES, Demand, Objective
+from moesaic.planner.deployment import deployment_of
+from moesaic.planner.load_file import default_skew, grouped, read_load, skewed
+from moesaic.planner.question import clusters_of, format_choices
+from moesaic.planner.search import Question, ep_bands, search
+from moesaic.planner.space import parse_pins
+from moesaic.spec.families import read_config
+from moesaic.spec.locate import locate
+from moesaic.spec.model import ModelSpec
+
+
+def plan_command(
+    model: Annotated[
+        str, typer.Argument(help="A model folder, a config.json, or a preset such as deepseek-v3.")
+    ],
+    machines: Annotated[
+        list[str],
+        typer.Option(
+            "--machine", help="GPU x per node x nodes, as in h200x8x4; may be repeated to mix kinds."
+        ),
+    ],
+    isl: Annotated[int, typer.Option("--isl", help="Tokens of a prompt.")] = 4096,
+    osl: Annotated[int, typer.Option("--osl", help="Tokens of an answer.")] = 1024,
+    tpot_ms: Annotated[float | None, typer.Option("--tpot-ms", help="Longest time per token.")] = None,
+    ttft_ms: Annotated[
+        float | None, typer.Option("--ttft-ms", help="Longest time to the first token.")
+    ] = None,
+    prefix_hit: Annotated[
+        float, typer.Option("--prefix-hit", help="Share of a prompt whose KV is cached already.")
+    ] = 0.0,
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", help="Requests in flight over all devices.")
+    ] = None,
+    objective: Annotated[
+        str,
+        typer.Option("--objective", help="What to make most of: per-gpu, per-price, per-watt or latency."),
+    ] = "per-gpu",
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--price", help="Price of a device, as in h200=5.5; may be repeated [default: the file's]."
+        ),
+    ] = None,
+    load: Annotated[
+        Path | None, typer.Option("--load", help="Recorded expert load: moesaic's JSON or a logical_count.")
+    ] = None,
+    skew: Annotated[
+        float | None,
+        typer.Option(
+            "--skew",
+            help="Zipf exponent of the experts' popularity [default: 0.17 up to 16 experts, else 0.48].",
+        ),
+    ] = None,
+    weights: Annotated[
+        str, typer.Option("--weights", help="Weight formats to consider, by comma; all but stored are lossy.")
+    ] = "stored",
+    kv: Annotated[
+        str, typer.Option("--kv", help="KV formats to consider, by comma: bfloat16, fp8, fp4.")
+    ] = "bfloat16",
+    dispatch: Annotated[
+        str | None,
+        typer.Option("--dispatch", help="Formats of rows sent to experts [default: fp8 for fp8 experts]."),
+    ] = None,
+    layout: Annotated[str, typer.Option("--layout", help="Numbers to hold fixed, as in tp=8,ep=32.")] = "",
+    profile: Annotated[
+        str, typer.Option("--profile", help="How much of the datasheet is reached: calibrated or paper.")
+    ] = "calibrated",
+    hardware: Annotated[
+        Path | None, typer.Option("--hardware", help="A machine file of your own, or a folder of them.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the deployment file.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", help="Write a page with plots, .html, or the plots alone, .svg (needs matplotlib)."
+        ),
+    ] = None,
+    as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find the layout that serves a model best: tokens per second, latencies, memory, and why not another.
+
+    Exit code 3: no layout meets the objectives; the best without them is shown, and what it would take.
+    """
+    if objective not in get_args(Objective):
+        raise ConfigError(f"unknown objective {objective!r}; {nearest(objective, OBJECTIVES)}")
+    if load is not None and skew is not None:
+        raise ConfigError("--load and --skew both say how uneven the experts are; give one of them")
+    spec = read_config(locate(model).config, name=model)
+    demand = Demand(
+        isl=isl, osl=osl, tpot_s=_seconds(tpot_ms), ttft_s=_seconds(ttft_ms), concurrency=concurrency,
+        prefix_hit=prefix_hit,
+        objective=objective,  # type: ignore[arg-type]
+    )  # fmt: skip
+    if report is not None:
+        import_module("moesaic.planner.charts")  # before the search: it may be missing
+    recorded = None if load is None else read_load(load, spec)
+    question = Question(
+        model=spec, clusters=clusters_of(machines, price or [], hardware), demand=demand,
+        profile=profile,
+        shares=skewed(spec, skew) if recorded is None else grouped(recorded),
+        choices=format_choices(spec, weights, kv, dispatch), pins=parse_pins(layout),
+        load=_load_name(spec, load, skew),
+    )  # fmt: skip
+    _show(model, question, recorded, output, report, as_json_)
+
+
+def _show(
+    model: str,
+    question: Question,
+    recorded: ExpertShares | None,
+    output: Path | None,
+    report: Path | None,
+    is_json: bool,
+) -> None:
+    """Search, write the files that were asked for, print.
+
+    Raises: Exit with code 3 when an objective was missed.
+    """
+    answer = search(question)
+    bands = ep_bands(question)
+    if output is not None:
+        write_text(output, deployment_of(answer.best, question.model, recorded).to_json())
+    if report is not None:
+        made = import_module("moesaic.planner.report")
+        if report.suffix == ".svg":
+            write_text(report, made.picture(answer.best, question))
+        else:
+            text = render(model, question, answer, bands)
+            write_text(report, made.page(f"A plan for {model}", text, answer.best, question))
+    if is_json:
+        typer.echo(json.dumps(as_json(answer, bands), indent=2, allow_nan=False))
+    else:
+        typer.echo(render(model, question, answer, bands))
+    if answer.missed:
+        raise typer.Exit(3)
+
+
+def _load_name(spec: ModelSpec, load: Path | None, skew: float | None) -> str:
+    if not spec.moe_layers:
+        return "dense model"
+    if load is not None:
+        return f"experts as uneven as recorded in {load}"
+    return f"experts as uneven as Zipf {default_skew(spec) if skew is None else skew:g}" + (
+        ", assumed" if skew is None else ""
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises: ConfigError when it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

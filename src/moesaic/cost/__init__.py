@@ -1,0 +1,1 @@
+"""What things cost: rooflines, transfers, operators, steps, requests, offload; no torch."""

@@ -1,0 +1,107 @@
+"""What a request sees of an engine in steady state: time to first token and time per output token.
+
+Prompts and decoding share the ranks (continuous batching). One walk prices an array of cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.cost.layouts import Split, step_cost
+from moesaic.cost.load import ExpertShares
+from moesaic.cost.ops import Formats, Work
+from moesaic.cost.profile import Profile
+from moesaic.cost.term import Cost, Number, leaves, step_seconds
+from moesaic.spec.hardware import Cluster
+from moesaic.spec.model import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Requests of one length, a constant number of them at a time.
+
+    Shapes:  numbers, or arrays over candidates. Units: tokens; batch is sequences per attention replica.
+    """
+
+    prompt: Number
+    output: Number
+    batch: Number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interference:
+    """How prompts and decoding get into each other's way.
+
+    Units:  seconds, or shares without a unit.
+    """
+
+    prefill_in_decode: float = 1.0  # of what the others' prompts add to the steps that they share
+    queue_share: float = 0.0  # prompts before one's own: queue_share * (batch ** queue_power - 1)
+    queue_power: float = 1.0
+    first_s: float = 0.0  # fixed part of the first token
+    first_layer_s: float = 0.0  # and per layer
+    first_steps: float = 0.0  # decode steps waited for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phases:
+    """Physical times of the cases.
+
+    Shapes:  arrays over cases; seconds.
+    """
+
+    decode: Cost
+    prefill: Cost
+    decode_s: Number
+    prefill_s: Number
+    tpot_s: Number
+    ttft_s: Number
+
+
+def phases(
+    model: ModelSpec, cluster: Cluster, split: Split, traffic: Traffic, *, profile: Profile,
+    interference: Interference, formats: Formats | None = None, shares: ExpertShares | None = None,
+) -> Phases:  # fmt: skip
+    """A decode step halfway through the output, the prefill of one prompt, what a request sees of both."""
+    batch, prompt, output = (
+        np.asarray(one, np.float64) for one in (traffic.batch, traffic.prompt, traffic.output)
+    )
+    ones = np.ones(np.broadcast(batch, prompt, output).shape)
+    steps = []
+    for work in (
+        Work(num_seqs=batch * ones, new_tokens=ones, past=prompt + output / 2),
+        Work(num_seqs=ones, new_tokens=prompt * ones, past=0.0 * ones),
+    ):
+        steps.append(step_cost(model, cluster, split, work, profile=profile, formats=formats, shares=shares))
+    decode_s, prefill_s = (step_seconds(cost).value for cost in steps)
+    prefill_s = prefill_s - profile.step_s  # its host work is in `Interference.first_s`
+    own, apart = interference, len(model.layers)
+    added_s = prefill_beside_decode(steps[1], batch)
+    tpot_s = decode_s + own.prefill_in_decode * (batch - 1) / output * added_s
+    ttft_s = prefill_s * (1 + own.queue_share * (batch**own.queue_power - 1)) + own.first_steps * decode_s
+    ttft_s = ttft_s + own.first_s + own.first_layer_s * apart
+    return Phases(
+        decode=steps[0],
+        prefill=steps[1],
+        decode_s=decode_s,
+        prefill_s=prefill_s,
+        tpot_s=tpot_s,
+        ttft_s=ttft_s,
+    )
+
+
+def prefill_beside_decode(prefill: Cost, batch: Number) -> Number:
+    """Seconds that a prompt adds to the steps it shares with `batch` sequences.
+
+    Its products and transfers count; weights are read for the batch anyway, so only its share of them does;
+    it launches nothing of its own.
+    """
+    total: Number = 0.0
+    for times, term in leaves(prefill):
+        if term.resource in ("link", "network"):
+            total = total + times * (term.seconds.value - term.overhead_s)
+        elif term.resource != "overhead":
+            total = total + times * np.maximum(term.compute_s, term.memory_s / batch)
+    return total

@@ -1,0 +1,64 @@
+"""A search's answer as plain values for JSON: the keys that programs read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moesaic.cost.term import Interval
+from moesaic.planner.concurrency import Band
+from moesaic.planner.plan import Plan, Pool
+from moesaic.planner.search import Answer
+
+
+def as_json(answer: Answer, bands: Sequence[Band]) -> dict[str, Any]:
+    """The answer; `missed` names objectives that no layout meets, and `best` is then the best without
+    them."""
+    return {
+        "search_s": answer.search_s,
+        "candidates": answer.num_candidates,
+        "missed": [name.removesuffix("_s") for name in answer.missed],
+        "best": _plan(answer.best),
+        "runner_up": None if answer.runner_up is None else _plan(answer.runner_up),
+        "ruled_out": {
+            reason: {"count": miss.count, "nearest": miss.nearest} for reason,
+            miss in answer.ruled_out.items()
+        },
+        "ep_verdict": [
+            {
+                "concurrency_from": band.concurrency_from, "concurrency_to": band.concurrency_to,
+                "use_ep": band.use_ep, "gain": band.gain, "reason": band.reason,
+            }
+            for band in bands
+        ],
+    }  # fmt: skip
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    return {
+        "pools": [_pool(pool) for pool in plan.pools],
+        "tokens_per_s": plan.tokens_per_s,
+        "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
+        "tokens_per_s_per_price": None if plan.price is None else plan.tokens_per_s / plan.price,
+        "tokens_per_s_per_watt": None if plan.power_w is None else plan.tokens_per_s / plan.power_w,
+        "tpot_s": _interval(plan.tpot),
+        "ttft_s": _interval(plan.ttft),
+        "bottleneck": plan.bottleneck,
+    }
+
+
+def _pool(pool: Pool) -> dict[str, Any]:
+    return {
+        "role": pool.role,
+        "machine": pool.cluster.machine.name,
+        "num_gpus": pool.num_devices,
+        "instances": pool.count,
+        "layout": dict(pool.layout),
+        "batch": pool.batch,
+        "formats": {"weights": pool.choice.weights, "kv": pool.choice.kv, "dispatch": pool.choice.dispatch},
+        "memory_bytes_per_rank": {name: round(size) for name, size in pool.memory.items()},
+    }
+
+
+def _interval(interval: Interval) -> dict[str, float]:
+    return {"value": float(interval.value), "low": float(interval.low), "high": float(interval.high)}

@@ -1,0 +1,93 @@
+"""The plots of a plan's report as inline SVG. Needs matplotlib; knows numbers and labels, no search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from moesaic.cost.term import FloatArray
+
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "moesaic",
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+}
+COLOURS = ("#3465a4", "#cc8400", "#4e9a06", "#a40000", "#75507b", "#888a85")
+
+
+def frontier(groups: Mapping[str, tuple[FloatArray, FloatArray]], chosen: tuple[float, float]) -> str:
+    """Tokens per second of a device over tokens per second of a request, by group, and the answer."""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes("tokens/s of a request", "tokens/s per GPU")
+        for (name, (x, y)), colour in zip(groups.items(), COLOURS, strict=False):
+            axes.plot(x, y, marker=".", label=name, color=colour)
+        axes.plot(*chosen, marker="*", markersize=14, linestyle="", color=COLOURS[3], label="the answer")
+        axes.set_xscale("log")
+        axes.legend()
+        return _svg(figure)
+
+
+def bars(labels: Sequence[str], values: Sequence[float], unit: str) -> str:
+    """One horizontal bar per label, the first on top."""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(unit, "", height=0.6 + 0.28 * len(labels))
+        axes.barh(range(len(labels)), values, color=COLOURS[0])
+        axes.set_yticks(range(len(labels)), labels)
+        axes.invert_yaxis()
+        return _svg(figure)
+
+
+def stacked(rows: Mapping[str, Mapping[str, float]], limits: Sequence[float], unit: str) -> str:
+    """One horizontal bar per row, made of its parts, and a mark at each row's limit."""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(unit, "", height=1.2 + 0.4 * len(rows))
+        names = list(next(iter(rows.values())))
+        start = [0.0] * len(rows)
+        for name, colour in zip(names, COLOURS, strict=False):
+            sizes = [parts[name] for parts in rows.values()]
+            axes.barh(list(rows), sizes, left=start, label=name.replace("_", " "), color=colour)
+            start = [a + b for a, b in zip(start, sizes, strict=True)]
+        axes.plot(limits, list(rows), marker="|", markersize=18, linestyle="", color="black", label="usable")
+        axes.invert_yaxis()
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=4)
+        return _svg(figure)
+
+
+def columns(values: FloatArray, x_label: str, y_label: str) -> str:
+    """One narrow column per value and a line at 1."""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(x_label, y_label, height=2.4)
+        axes.bar(range(len(values)), values, width=0.9, color=COLOURS[0])
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        return _svg(figure)
+
+
+def lines(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], x_label: str, y_label: str) -> str:
+    """One line per series."""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(x_label, y_label, height=2.6)
+        for (name, (x, y)), colour in zip(series.items(), COLOURS, strict=False):
+            axes.plot(x, y, marker=".", label=name, color=colour)
+        axes.legend()
+        return _svg(figure)
+
+
+def _axes(x_label: str, y_label: str, height: float = 3.2) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(7.0, height), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    return figure, axes
+
+
+def _svg(figure: Figure) -> str:
+    buffer = StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

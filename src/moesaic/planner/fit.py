@@ -1,0 +1,172 @@
+"""Whether a model fits a machine: on the devices, with experts in host memory or on disk, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from moesaic.account.memory import WEIGHT_BITS
+from moesaic.account.params import count_params
+from moesaic.cost.calibrated import profile_named
+from moesaic.cost.layouts import Split, memory_per_rank, step_cost
+from moesaic.cost.offload import Placement, Tier, offloaded_step, place, tokens_per_second
+from moesaic.cost.ops import Formats, Work
+from moesaic.cost.term import Interval
+from moesaic.errors import ConfigError, nearest
+from moesaic.spec.hardware import Cluster
+from moesaic.spec.model import GqaSpec, MlaSpec, ModelSpec
+
+Verdict = Literal["fits", "fits_offloaded", "does_not_fit"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """The answer.
+
+    Units:  bytes over the whole cluster by tier; tokens per second of the whole batch, None where it does not
+    fit.
+    """
+
+    model: str
+    machine: str
+    verdict: Verdict
+    need_bytes: Mapping[Tier, int]
+    have_bytes: Mapping[Tier, int]
+    missing_bytes: int
+    tokens_per_s: Interval | None
+    batch: int
+    context: int
+    num_params: int
+    active_params: int
+    layout: Mapping[str, int]  # tp, dp, ep, expert_tp of the layout that the numbers are for
+    rank_bytes: Mapping[str, int]  # one rank, by component; with all experts on the devices
+    rank_have_bytes: int
+    expert_share: Mapping[Tier, float]  # of the routed experts, by tier
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `json.dumps`."""
+        speed = self.tokens_per_s
+        return {
+            "model": self.model, "machine": self.machine, "verdict": self.verdict,
+            "need_bytes": dict(self.need_bytes), "have_bytes": dict(self.have_bytes),
+            "missing_bytes": self.missing_bytes,
+            "tokens_per_s": None if speed is None else {
+                "value": float(speed.value), "low": float(speed.low), "high": float(speed.high)
+            },
+            "batch": self.batch, "context": self.context, "num_params": self.num_params,
+            "active_params": self.active_params, "layout": dict(self.layout),
+            "rank_bytes": dict(self.rank_bytes),
+            "rank_have_bytes": self.rank_have_bytes, "expert_share": dict(self.expert_share),
+        }  # fmt: skip
+
+
+def fit(
+    model: ModelSpec, name: str, cluster: Cluster, *, batch: int = 1, context: int = 4096,
+    weight_format: str | None = None, kv_bits: float = 16.0, profile_name: str = "calibrated",
+) -> Fit:  # fmt: skip
+    """Whether `batch` sequences of `context` tokens fit, and how fast a decode step is then.
+
+    Raises: ConfigError for a batch or context below 1, a context beyond the model's, an unknown format, and
+            for more devices than the model can be split over.
+    """
+    _check(model, batch, context, weight_format)
+    profile = profile_named(profile_name, cluster)
+    formats = Formats(dense=weight_format, experts=weight_format, kv_bits=kv_bits)
+    splits = legal_splits(model, cluster.num_devices)
+    seqs = np.ceil(batch / splits.dp)
+    parts = memory_per_rank(
+        model, splits, num_seqs=seqs, context=float(context), max_rows=seqs, formats=formats, profile=profile
+    )
+    rank = np.broadcast_to(sum(parts.values()), np.shape(splits.tp))
+    have = profile.usable_memory * cluster.machine.memory_bytes
+    work = Work(num_seqs=seqs, new_tokens=1.0, past=float(context - 1))
+    cost = step_cost(model, cluster, splits, work, profile=profile, formats=formats)
+    speed = tokens_per_second(cost, float(batch))
+    does_fit = rank <= have
+    best = int(np.argmax(np.where(does_fit, speed.value, -1.0))) if does_fit.any() else int(np.argmin(rank))
+    one = _one(splits, best)
+    placement = place(
+        model,
+        cluster,
+        one,
+        num_seqs=float(seqs[best]),
+        context=float(context),
+        profile=profile,
+        formats=formats,
+    )
+    verdict: Verdict = "fits"
+    found: Interval | None = speed.at(best)
+    if not does_fit.any():
+        verdict, found = "does_not_fit", None
+        if placement.missing == 0 and model.moe_layers:
+            verdict = "fits_offloaded"
+            slow = offloaded_step(
+                model, cluster, one, replace(work, num_seqs=float(seqs[best])), placement, profile=profile,
+                formats=formats,
+            )  # fmt: skip
+            found = tokens_per_second(slow, float(batch))
+    return _answer(model, name, cluster, verdict, placement, found, one, batch, context, have, {
+        key: int(np.broadcast_to(size, np.shape(splits.tp))[best]) for key, size in parts.items()
+    })  # fmt: skip
+
+
+def legal_splits(model: ModelSpec, num_devices: int) -> Split:
+    """Every split of a model over `num_devices`: attention by heads, experts by expert or slice; no pipeline.
+
+    Raises: ConfigError with the arithmetic when no split is legal.
+    """
+    heads = [layer.mixer.num_heads for layer in model.layers if isinstance(layer.mixer, GqaSpec | MlaSpec)]
+    sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+    tps = [size for size in sizes if all(count % size == 0 for count in heads)]
+    moes = [moe for _, moe in model.moe_layers]
+    pairs = []
+    for ep in sizes:
+        slices = num_devices // ep
+        is_legal = all(moe.num_experts >= ep and moe.expert_width % slices == 0 for moe in moes)
+        if is_legal and (moes or ep == 1):
+            pairs += [(tp, ep) for tp in tps]
+    if not pairs:
+        most = max((moe.num_experts for moe in moes), default=0)
+        raise ConfigError(
+            f"{num_devices} devices: neither {most} experts nor slices of them divide over so many; use fewer"
+        )
+    columns = np.array(pairs, dtype=np.float64)
+    tps_N, eps_N = columns[:, 0], columns[:, 1]
+    return Split(tp=tps_N, dp=num_devices / tps_N, ep=eps_N, expert_tp=num_devices / eps_N)
+
+
+def _one(splits: Split, idx: int) -> Split:
+    return Split(
+        tp=float(np.asarray(splits.tp)[idx]), dp=float(np.asarray(splits.dp)[idx]),
+        ep=float(np.asarray(splits.ep)[idx]), expert_tp=float(np.asarray(splits.expert_tp)[idx]),
+    )  # fmt: skip
+
+
+def _check(model: ModelSpec, batch: int, context: int, weight_format: str | None) -> None:
+    if batch < 1 or context < 1:
+        raise ConfigError(f"batch and context must be at least 1, got {batch} and {context}")
+    if context > model.max_position:
+        raise ConfigError(f"a context of {context} is beyond the model's {model.max_position} positions")
+    if weight_format is not None and weight_format not in WEIGHT_BITS:
+        raise ConfigError(f"unknown weight format {weight_format!r}; {nearest(weight_format, WEIGHT_BITS)}")
+
+
+def _answer(
+    model: ModelSpec, name: str, cluster: Cluster, verdict: Verdict, placement: Placement,
+    speed: Interval | None, split: Split, batch: int, context: int, have: float,
+    rank_bytes: Mapping[str, int],
+) -> Fit:  # fmt: skip
+    params = count_params(model)
+    need, missing = dict(placement.need), placement.missing
+    if verdict == "fits":
+        missing = 0
+    return Fit(
+        model=name, machine=str(cluster), verdict=verdict, need_bytes=need, have_bytes=dict(placement.have),
+        missing_bytes=missing, tokens_per_s=speed, batch=batch, context=context, num_params=params.num_total,
+        active_params=params.num_active,
+        layout={key: int(getattr(split, key)) for key in ("tp", "dp", "ep", "expert_tp")},
+        rank_bytes=dict(rank_bytes), rank_have_bytes=int(have), expert_share=dict(placement.expert_share),
+    )  # fmt: skip

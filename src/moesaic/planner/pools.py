@@ -1,0 +1,257 @@
+"""Rows of priced pools: every layout with its batch as a server of both phases, of prefill, or of decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesaic.cost.term import FloatArray, Number
+from moesaic.planner.demand import Demand
+from moesaic.planner.price import PREFILL_TOKENS, PoolRole, Pricer, largest_within
+from moesaic.planner.space import Block, Knob, NearMiss
+from moesaic.units import format_bytes
+
+MAX_SECONDS = 1e9  # where no objective limits a step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rows:
+    """Layouts that hold their objectives, each with the best batch it may have.
+
+    Shapes:  every array is [n]; block_idx and row say which layout of which block it is.
+    Units:   rate is finished requests per second of one instance; devices are those of one instance.
+    """
+
+    role: PoolRole
+    blocks: Sequence[Block]
+    block_idx: np.ndarray
+    row: np.ndarray
+    devices: FloatArray
+    ep: FloatArray
+    stages: FloatArray
+    batch: FloatArray  # sequences (prefill: prompts) of one attention replica
+    count: FloatArray  # instances; 0: as many as there is room for
+    rate: FloatArray
+    tpot_s: FloatArray
+    ttft_s: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def take(self, chosen: np.ndarray) -> Rows:
+        """Some of the rows."""
+        arrays = {name: getattr(self, name)[chosen] for name in _ARRAYS}
+        return Rows(role=self.role, blocks=self.blocks, **arrays)
+
+
+_ARRAYS = ("block_idx", "row", "devices", "ep", "stages", "batch", "count", "rate", "tpot_s", "ttft_s")
+
+
+class Refused:
+    """What was ruled out and why: a count and the nearest miss of each reason."""
+
+    def __init__(self, misses: Mapping[str, NearMiss]) -> None:
+        self.misses: dict[str, NearMiss] = dict(misses)
+
+    def add(
+        self, reason: str, block: Block, wrong: np.ndarray, distance: Number, text: str, scale: Number
+    ) -> None:
+        """Count `wrong` layouts; the one with the least distance is the nearest. `{}` of the text is its
+        scale."""
+        if not wrong.any():
+            return
+        ratio = np.where(wrong, np.broadcast_to(np.asarray(distance, np.float64), wrong.shape), np.inf)
+        idx = int(np.argmin(ratio))
+        shown = float(np.broadcast_to(np.asarray(scale, np.float64), wrong.shape)[idx])
+        size = format_bytes(shown) if reason == "memory" else f"{shown:.4g}"
+        miss = NearMiss(
+            count=int(wrong.sum()), nearest=f"{layout_name(block.row(idx))}: {text.format(size)}",
+            distance=float(ratio[idx]),
+        )  # fmt: skip
+        self.count(reason, miss)
+
+    def count(self, reason: str, miss: NearMiss) -> None:
+        """Add to what a reason ruled out."""
+        self.misses[reason] = miss if reason not in self.misses else self.misses[reason].joined(miss)
+
+
+def layout_name(layout: Mapping[Knob, int]) -> str:
+    """`tp 8 ep 32 dp 4`: what differs from one device without redundancy."""
+    names: dict[str, str] = {
+        "expert_tp": "expert tp",
+        "num_micro_batches": "micro-batches",
+        "num_redundant": "redundant",
+    }
+    plain: dict[str, int] = {"num_redundant": 0}
+    shown = [f"{names.get(knob, knob)} {size}" for knob, size in layout.items() if size != plain.get(knob, 1)]
+    return " ".join(shown) or "one device"
+
+
+def serve_rows(pricer: Pricer, blocks: Sequence[Block], demand: Demand, refused: Refused) -> Rows:
+    """Instances that prefill and decode: a step of decoding, and between steps the prompts of new requests.
+
+    A request costs its instance a prefill and osl steps of decoding; its tokens come as much later as the
+    prefills of its neighbours take.
+    """
+    found = []
+    for block_idx, block in enumerate(blocks):
+        most, least_bytes = pricer.largest_batch(block, "serve", demand)
+        _refuse_memory(pricer, block, most, least_bytes, refused)
+        first = np.asarray(pricer.prefill_interval(block, block.columns["pp"], demand).value)
+        waited = pricer.interference.prefill_in_decode
+        prefill_s = waited * first / block.columns["pp"]  # of one prompt, when all stages are busy
+
+        def tpot(
+            rows: np.ndarray, batch: FloatArray, block: Block = block, prefill_s: FloatArray = prefill_s
+        ) -> FloatArray:
+            part = block.take(rows)
+            step = np.asarray(pricer.decode_interval(part, batch, demand).value)
+            return np.asarray(step + batch / demand.osl * prefill_s[rows])
+
+        count = np.floor(pricer.cluster.num_devices / block.devices)
+        batch, tpot_s = _batches(block, most, tpot, demand, count, refused)
+        step_s = tpot_s - batch / demand.osl * prefill_s
+        ttft_s = pricer.first_token_s(first, step_s)
+        keep = (batch > 0) & _keeps_ttft(block, ttft_s, batch > 0, demand, refused)
+        rate = _active(block, batch, demand, count) / (demand.osl * np.maximum(tpot_s, 1e-12))
+        found.append(_rows("serve", blocks, block_idx, keep, batch, count, rate, tpot_s, ttft_s))
+    return _joined(found)
+
+
+def decode_rows(
+    pricer: Pricer, blocks: Sequence[Block], demand: Demand, refused: Refused, counts: Sequence[int]
+) -> Rows:
+    """Instances that only decode. `counts` are the numbers of instances tried where concurrency is given."""
+    found = []
+    for block_idx, block in enumerate(blocks):
+        most, least_bytes = pricer.largest_batch(block, "decode", demand)
+        _refuse_memory(pricer, block, most, least_bytes, refused)
+
+        def tpot(rows: np.ndarray, batch: FloatArray, block: Block = block) -> FloatArray:
+            return np.asarray(pricer.decode_interval(block.take(rows), batch, demand).value)
+
+        for wanted in counts if demand.concurrency is not None else (0,):
+            count = np.full(len(block), float(wanted))
+            fits = count * block.devices <= pricer.cluster.num_devices
+            batch, tpot_s = _batches(block, most * fits, tpot, demand, count, refused)
+            rate = _active(block, batch, demand, count) / (demand.osl * np.maximum(tpot_s, 1e-12))
+            found.append(
+                _rows("decode", blocks, block_idx, batch > 0, batch, count, rate, tpot_s, np.zeros_like(rate))
+            )
+    return _joined(found)
+
+
+def prefill_rows(
+    pricer: Pricer, blocks: Sequence[Block], demand: Demand, refused: Refused, is_far: bool
+) -> Rows:
+    """Instances that only prefill, with as many prompts a step as time to first token and memory allow.
+
+    `is_far`: KV is handed over through the network.
+    """
+    found = []
+    for block_idx, block in enumerate(blocks):
+        unit = block.columns["pp"]
+        hand_over = pricer.first_token_s(pricer.hand_over_s(block, demand, is_far), 0.0)
+        batch, ttft_s, rate = (np.zeros(len(block)) for _ in range(3))
+        many = 1
+        while many * demand.new_tokens <= max(demand.new_tokens, PREFILL_TOKENS):
+            prompts = unit * many
+            used = np.asarray(sum(pricer.memory(block, prompts, "prefill", demand).values()))
+            fits = used <= pricer.usable_bytes
+            step_s = np.asarray(pricer.prefill_interval(block, prompts, demand).value)
+            if many == 1:
+                refused.add("memory", block, ~fits, used / pricer.usable_bytes, _memory_text(pricer), used)
+                is_fast = _keeps_ttft(block, step_s + hand_over, fits, demand, refused)
+            better = fits & (step_s + hand_over <= (demand.ttft_s or MAX_SECONDS))
+            faster = prompts * block.columns["dp"] / step_s
+            better &= (faster > rate) if demand.objective != "latency" or many == 1 else False
+            batch, rate = np.where(better, prompts, batch), np.where(better, faster, rate)
+            ttft_s = np.where(better, step_s + hand_over, ttft_s)
+            many *= 2
+        keep = (batch > 0) & is_fast
+        count = np.zeros(len(block))
+        found.append(
+            _rows("prefill", blocks, block_idx, keep, batch, count, rate, np.zeros_like(rate), ttft_s)
+        )
+    return _joined(found)
+
+
+def _batches(
+    block: Block,
+    most: FloatArray,
+    tpot: Callable[[np.ndarray, FloatArray], FloatArray],
+    demand: Demand,
+    count: FloatArray,
+    refused: Refused,
+) -> tuple[FloatArray, FloatArray]:
+    """(batch, time per token): the largest batch in time, or the one that the concurrency asks for; or
+    0."""
+    unit, every = block.unit, np.arange(len(block))
+    limit = demand.tpot_s or MAX_SECONDS
+    batch = np.zeros(len(block))
+    if demand.concurrency is not None:
+        replicas = np.maximum(count * block.columns["dp"], 1)
+        needed = np.ceil(demand.concurrency / replicas / unit) * unit
+        short = (most >= unit) & (needed > most)
+        text = "room for {} sequences a replica"
+        refused.add("concurrency", block, short, needed / np.maximum(most, 1), text, most)
+        rows = np.flatnonzero(needed <= most)
+        batch[rows] = needed[rows]
+    elif demand.objective == "latency":
+        batch = np.where(most >= unit, unit, 0.0)
+    elif demand.tpot_s is None:
+        batch = most.copy()
+    else:
+        batch = largest_within(tpot, most, unit, limit)
+    seconds = np.asarray(tpot(every, np.maximum(batch, unit)))
+    slow = (seconds > limit) & (most >= unit if demand.concurrency is None else batch > 0)
+    refused.add("tpot", block, slow, seconds / limit, "{} ms a token", seconds * 1e3)
+    return np.where(slow, 0.0, batch), seconds
+
+
+def _active(block: Block, batch: FloatArray, demand: Demand, count: FloatArray) -> FloatArray:
+    """Sequences that one instance works on: all it has room for, or its part of the concurrency."""
+    full = batch * block.columns["dp"]
+    if demand.concurrency is None:
+        return full
+    return np.asarray(np.minimum(full, demand.concurrency / np.maximum(count, 1)))
+
+
+def _keeps_ttft(
+    block: Block, ttft_s: FloatArray, candidates: np.ndarray, demand: Demand, refused: Refused
+) -> np.ndarray:
+    if demand.ttft_s is None:
+        return np.full(len(block), True)
+    slow = candidates & (ttft_s > demand.ttft_s)
+    refused.add("ttft", block, slow, ttft_s / demand.ttft_s, "{} ms to the first token", ttft_s * 1e3)
+    return ~slow
+
+
+def _memory_text(pricer: Pricer) -> str:
+    return f"{{}} a device of {format_bytes(pricer.usable_bytes)} usable"
+
+
+def _refuse_memory(
+    pricer: Pricer, block: Block, most: FloatArray, least_bytes: FloatArray, refused: Refused
+) -> None:
+    refused.add("memory", block, most < block.unit, least_bytes / pricer.usable_bytes, _memory_text(pricer),
+                least_bytes)  # fmt: skip
+
+
+def _rows(
+    role: PoolRole, blocks: Sequence[Block], block_idx: int, keep: np.ndarray, *arrays: FloatArray
+) -> Rows:
+    block, row = blocks[block_idx], np.flatnonzero(keep)
+    batch, count, rate, tpot_s, ttft_s = (array[row] for array in arrays)
+    return Rows(
+        role=role, blocks=blocks, block_idx=np.full(len(row), block_idx), row=row, devices=block.devices[row],
+        ep=block.columns["ep"][row], stages=block.columns["pp"][row], batch=batch, count=count, rate=rate,
+        tpot_s=tpot_s, ttft_s=ttft_s,
+    )  # fmt: skip
+
+
+def _joined(found: Sequence[Rows]) -> Rows:
+    arrays = {name: np.concatenate([getattr(one, name) for one in found]) for name in _ARRAYS}
+    return Rows(role=found[0].role, blocks=found[0].blocks, **arrays)

@@ -1,0 +1,294 @@
+"""The best deployment under objectives: every candidate is priced, none is sampled; and what was ruled
+out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from moesaic.cost.load import ExpertShares
+from moesaic.cost.term import FloatArray
+from moesaic.errors import CapacityError, ConfigError
+from moesaic.planner.concurrency import Band, bands, rows_by_concurrency
+from moesaic.planner.demand import Demand, unit_cost
+from moesaic.planner.disaggregate import grids
+from moesaic.planner.fit import fit
+from moesaic.planner.match import (
+    KIND,
+    Choices,
+    Decoders,
+    first_of_each,
+    kind_of,
+    match,
+    of_grids,
+    of_rows,
+    value_of,
+)
+from moesaic.planner.plan import Plan, serve_plan
+from moesaic.planner.pools import Refused, Rows, decode_rows, prefill_rows, serve_rows
+from moesaic.planner.price import Pricer, pricer_of
+from moesaic.planner.space import (
+    Block,
+    FormatChoice,
+    Knob,
+    NearMiss,
+    blocks,
+    check_pins,
+    instance_sizes,
+    spaced,
+)
+from moesaic.spec.hardware import Cluster
+from moesaic.spec.model import ModelSpec
+
+CLOSE = 0.02
+"""Plans this near to the best are equal; of them the one with fewest pipeline stages, then fewest expert
+ranks, is taken: it is the smaller unit to lose, to fill and to grow by."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """Everything a search depends on."""
+
+    model: ModelSpec
+    clusters: tuple[Cluster, ...]
+    demand: Demand
+    profile: str  # paper or calibrated
+    shares: ExpertShares
+    choices: tuple[FormatChoice, ...]
+    pins: Mapping[Knob, int] = field(default_factory=dict)
+    load: str = ""  # what `shares` are, in words
+
+    def pricer(self, cluster: Cluster) -> Pricer:
+        """What prices the model on a cluster."""
+        return pricer_of(self.model, cluster, self.profile, self.shares)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a search found.
+
+    `missed` names the objectives that no layout meets; `best` is then the best without them.
+    """
+
+    best: Plan
+    runner_up: Plan | None
+    ruled_out: Mapping[str, NearMiss]
+    num_candidates: int
+    search_s: float
+    missed: tuple[str, ...] = ()
+
+
+def search(question: Question) -> Answer:
+    """The best plan and the runner-up.
+
+    Raises: ConfigError for a layout or an objective that cannot be; CapacityError when no layout fits the
+            memory.
+    """
+    start = time.perf_counter()
+    for cluster in question.clusters:
+        check_pins(question.model, cluster, question.pins)
+    refused, pricers, spaces = Refused({}), [], []
+    for cluster in question.clusters:
+        pricers.append(question.pricer(cluster))
+        found, misses = blocks(question.model, cluster, question.choices, question.pins)
+        spaces.append(found)
+        refused = Refused({**refused.misses, **misses})
+    missed: tuple[str, ...] = ()
+    demand = question.demand
+    choices = collect(pricers, spaces, question, demand, refused)
+    for dropped in _relaxations(demand):
+        if choices:
+            break
+        missed, demand = dropped, question.demand.without(dropped)
+        choices = collect(pricers, spaces, question, demand, Refused({}))
+    if not choices:
+        raise CapacityError(_nothing_fits(question, refused))
+    best, runner_up = pick(choices)
+    return Answer(
+        best=best, runner_up=runner_up, ruled_out=refused.misses,
+        num_candidates=sum(pricer.counted[0] for pricer in pricers), search_s=time.perf_counter() - start,
+        missed=missed,
+    )  # fmt: skip
+
+
+def ep_bands(question: Question) -> tuple[Band, ...]:
+    """Expert parallelism or not by concurrency, on the first of the clusters."""
+    cluster = question.clusters[0]
+    pricer = question.pricer(cluster)
+    space, _ = blocks(question.model, cluster, question.choices, {})
+    return bands(pricer, space, question.demand)
+
+
+def frontier_points(question: Question) -> dict[str, tuple[FloatArray, FloatArray]]:
+    """(tokens per second of a request, tokens per second and device) of all that serves, at every
+    concurrency.
+
+    With expert parallelism and without, on the first of the clusters.
+    """
+    cluster = question.clusters[0]
+    pricer = question.pricer(cluster)
+    space, _ = blocks(question.model, cluster, question.choices, {})
+    found: dict[str, list[FloatArray]] = {"with EP": [], "without EP": []}
+    for rows in rows_by_concurrency(pricer, space, question.demand):
+        points = np.stack(
+            [1.0 / rows.tpot_s, rows.rate * rows.count * question.demand.osl / cluster.num_devices]
+        )
+        found["with EP"].append(points[:, rows.ep > 1])
+        found["without EP"].append(points[:, rows.ep <= 1])
+    joined = {name: np.concatenate(parts, axis=1) for name, parts in found.items() if parts}
+    return {name: (points[0], points[1]) for name, points in joined.items()}
+
+
+def collect(
+    pricers: Sequence[Pricer],
+    spaces: Sequence[Sequence[Block]],
+    question: Question,
+    demand: Demand,
+    refused: Refused,
+) -> list[Choices]:
+    """Every deployment that holds the objectives.
+
+    Servers of both phases; prefill beside decode; prefill beside attention and experts on devices of their
+    own.
+    """
+    is_one, is_far = len(pricers) == 1, _is_far(pricers)
+    can_part = _can_part(pricers, is_far)
+    found: list[Choices] = []
+    prefills: list[Rows] = []
+    decoders: list[Decoders] = []
+    for idx, (pricer, space) in enumerate(zip(pricers, spaces, strict=True)):
+        if space:
+            served = serve_rows(pricer, space, demand, refused)
+            found.append(_serve_choices(pricer, served, demand, is_one))
+        if not space or not can_part:
+            prefills.append(_none(space))
+            continue
+        prefills.append(_best_of_size(prefill_rows(pricer, space, demand, refused, is_far), demand))
+        counts = spaced(pricer.cluster.num_devices)
+        rows = _best_of_size(decode_rows(pricer, space, demand, refused, counts), demand)
+        decoders.append(of_rows(pricer, rows, idx, len(pricers)))
+    every = range(len(pricers)) if can_part else ()
+    for one, other, choice in product(every, every, question.choices):
+        two_sided = grids((pricers[one], pricers[other]), choice, demand, question.pins, refused)
+        if two_sided is not None and len(two_sided.batch):
+            decoders.append(of_grids(two_sided, (one, other), len(pricers), demand))
+    for idx, prefill in enumerate(prefills):
+        for decoder in decoders:
+            if len(prefill) and len(decoder.rate):
+                found.append(match(pricers, idx, prefill, decoder, demand))
+    return [choices for choices in found if len(choices.value)]
+
+
+def _is_far(pricers: Sequence[Pricer]) -> bool:
+    """Whether instances may be on different nodes, or kinds of machine."""
+    first = pricers[0].cluster
+    return len(pricers) > 1 or first.num_devices > first.link_domain
+
+
+def _can_part(pricers: Sequence[Pricer], is_far: bool) -> bool:
+    """Whether work can be parted over instances: there are two devices, and the machines' files say what
+    joins them."""
+    if len(pricers) == 1 and pricers[0].cluster.num_devices == 1:
+        return False
+    wanted = ("network_bytes_per_s",) if is_far else ("link_bytes_per_s", "host_link_bytes_per_s")
+    return all(any(name in pricer.cluster.machine.facts for name in wanted) for pricer in pricers)
+
+
+def pick(choices: Sequence[Choices]) -> tuple[Plan, Plan | None]:
+    """The best, with the fewest expert ranks among equals, and the best of another kind."""
+    value, prefill_ep, prefill_pp, kind = (
+        np.concatenate([getattr(one, name) for one in choices])
+        for name in ("value", "prefill_ep", "prefill_pp", "kind")
+    )
+    owner = np.concatenate([np.full(len(one.value), idx) for idx, one in enumerate(choices)])
+    inner = np.concatenate([np.arange(len(one.value)) for one in choices])
+    equal = np.flatnonzero(value >= value.max() * (1.0 - CLOSE))
+    ep, pp = (kind[equal, KIND.index(name)] for name in ("ep", "pp"))
+    best = int(
+        equal[np.lexsort((-value[equal], prefill_ep[equal], prefill_pp[equal], ep, pp))[0]]
+    )  # the last key decides first
+    differs = (owner != owner[best]) | np.any(kind != kind[best], axis=1)
+    second = int(np.argmax(np.where(differs, value, -np.inf)))
+    return (
+        choices[owner[best]].make(int(inner[best])),
+        choices[owner[second]].make(int(inner[second])) if differs.any() else None,
+    )
+
+
+def _relaxations(demand: Demand) -> list[tuple[str, ...]]:
+    """Sets of objectives to drop when all together cannot be met: one alone, then all."""
+    asked = tuple(name for name in ("ttft_s", "concurrency", "tpot_s") if getattr(demand, name) is not None)
+    return [*((name,) for name in asked), *([asked] if len(asked) > 1 else [])]
+
+
+def _serve_choices(pricer: Pricer, rows: Rows, demand: Demand, is_one: bool) -> Choices:
+    total = pricer.cluster.num_devices
+    charged = np.full(len(rows), float(total)) if is_one else rows.count * rows.devices
+    tokens_per_s = rows.rate * rows.count * demand.osl
+    cost = charged * unit_cost(pricer.cluster, demand.objective)
+    value = value_of(tokens_per_s, cost, rows.ttft_s, rows.tpot_s, demand)
+
+    def make(idx: int) -> Plan:
+        return serve_plan(pricer, rows, idx, demand, int(charged[idx]), float(value[idx]))
+
+    return Choices(value=value, prefill_ep=rows.ep, prefill_pp=rows.stages, kind=kind_of(rows), make=make)
+
+
+def _best_of_size(rows: Rows, demand: Demand) -> Rows:
+    """The best layout of every number of devices, stages, expert ranks and instances: no other can be in a
+    best pair."""
+    is_latency = demand.objective == "latency"
+    merit = -(rows.ttft_s + demand.osl * rows.tpot_s) if is_latency else rows.rate
+    return rows.take(first_of_each(np.stack([rows.devices, rows.ep, rows.stages, rows.count]), merit))
+
+
+def _none(space: Sequence[Block]) -> Rows:
+    empty = np.zeros(0)
+    ids = np.zeros(0, dtype=np.int64)
+    return Rows(
+        role="prefill", blocks=space, block_idx=ids, row=ids, devices=empty, ep=empty, stages=empty,
+        batch=empty,
+        count=empty, rate=empty, tpot_s=empty, ttft_s=empty,
+    )  # fmt: skip
+
+
+def _nothing_fits(question: Question, refused: Refused) -> str:
+    shown = " or ".join(str(cluster) for cluster in question.clusters)
+    miss = refused.misses.get("memory")
+    if miss is None:
+        sizes = ", ".join(str(size) for size in instance_sizes(question.clusters[0]))
+        pins = " ".join(f"{knob} {value}" for knob, value in question.pins.items())
+        return (
+            f"no layout has {pins} on {shown}: instances have {sizes} devices, and dp x kvp x tp = ep x "
+            f"expert_tp; give "
+            "fewer of the numbers"
+        )
+    return (
+        f"no layout fits {shown}: the nearest is {miss.nearest}; take more devices, fewer tokens, or "
+        f"narrower --weights and --kv{_offloaded(question)}"
+    )
+
+
+def _offloaded(question: Question) -> str:
+    """Whether one request fits with experts in host memory or on disk, as a clause."""
+    choice = question.choices[0]
+    for cluster in question.clusters:
+        try:
+            found = fit(
+                question.model, "", cluster, batch=1, context=question.demand.length,
+                weight_format=choice.weights, kv_bits=choice.formats.kv_bits,
+            )  # fmt: skip
+        except ConfigError:  # no split of the model over so many devices
+            continue
+        if found.verdict == "fits_offloaded" and found.tokens_per_s is not None:
+            places = " and ".join(tier for tier in ("host", "disk") if found.expert_share[tier] > 0)
+            speed = float(found.tokens_per_s.value)
+            return (
+                f"; with experts on {places} of {cluster} one request fits at {speed:.3g} tokens/s, see "
+                "moesaic fit"
+            )
+    return ""

@@ -1,0 +1,247 @@
+import itertools
+import json
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+from moesaic.cost.ops import Work
+from moesaic.cost.term import step_seconds
+from moesaic.cost.two_sided import Sides, TwoSides, two_sided_memory, two_sided_step
+from moesaic.errors import ConfigError
+from moesaic.planner.concurrency import bands
+from moesaic.planner.demand import Demand, unit_cost
+from moesaic.planner.deployment import deployment_of
+from moesaic.planner.disaggregate import MICRO_BATCHES, grids
+from moesaic.planner.load_file import grouped, read_load, skewed
+from moesaic.planner.pools import Refused
+from moesaic.planner.price import pricer_of
+from moesaic.planner.question import clusters_of, format_choices
+from moesaic.planner.report import pareto
+from moesaic.planner.search import Question, search
+from moesaic.planner.space import blocks, instance_sizes, parse_pins, redundancies
+from moesaic.spec.deployment import from_json
+from moesaic.spec.families import read_config
+from moesaic.spec.hardware import cluster
+from moesaic.spec.locate import locate
+
+
+def model_of(name):
+    return read_config(locate(name).config, name=name)
+
+
+def question(name, *machines, **asked):
+    spec = model_of(name)
+    return Question(
+        model=spec,
+        clusters=clusters_of(machines, ()),
+        demand=Demand(**{"isl": 2000, "osl": 500, **asked}),
+        profile="paper",
+        shares=skewed(spec),
+        choices=format_choices(spec, "stored", "bfloat16", None),
+    )
+
+
+def test_two_sided_search_equals_brute_force():
+    asked = question("mixtral-8x7b", "h20x2", "l40sx4", isl=20000, tpot_s=0.06)
+    choice, demand = asked.choices[0], asked.demand
+    pricers = tuple(asked.pricer(one) for one in asked.clusters)
+    sides = Sides(attention=asked.clusters[0], experts=asked.clusters[1], profiles=(pricers[0].profile,) * 2)
+    found = grids(pricers, choice, demand, {}, Refused({}))
+    best = 0.0
+    for tp, expert_tp, ep, many in [(1, 1, 4, 2), (2, 1, 4, 3), (1, 2, 2, 1), (1, 4, 1, 4), (2, 2, 2, 2)]:
+        for dp in range(1, 2 // tp + 1):
+            for extra in redundancies(8, ep) if ep > 1 else [0]:
+                grid = TwoSides(
+                    num_attention=dp,
+                    tp=tp,
+                    ep=ep,
+                    expert_tp=expert_tp,
+                    num_redundant=extra,
+                    num_micro_batches=many,
+                )
+                batch = np.arange(many, 200.0, many)
+                memory = two_sided_memory(
+                    asked.model, grid, num_seqs=batch, context=demand.length, profile=pricers[0].profile,
+                    formats=choice.formats,
+                )  # fmt: skip
+                step = two_sided_step(
+                    asked.model, sides, grid,
+                    Work(num_seqs=batch / many, new_tokens=1, past=demand.mean_context),
+                    formats=choice.formats, shares=asked.shares,
+                )  # fmt: skip
+                good = step_seconds(step).value <= demand.tpot_s
+                for part, pricer in zip(memory, pricers, strict=True):
+                    good &= sum(part.values()) <= pricer.usable_bytes
+                best_here = batch[good].max(initial=0.0)
+                mine = [
+                    found.batch[idx]
+                    for idx in range(len(found.batch))
+                    if found.grid(idx) == TwoSides(**{k: float(getattr(grid, k)) for k in found.columns})
+                ]
+                assert (mine or [0.0]) == [best_here]
+                best = max(best, best_here)
+    assert best > 0
+    assert set(found.columns["num_micro_batches"]) <= set(map(float, MICRO_BATCHES))
+
+
+def test_bands_cover_every_concurrency_once_and_say_why():
+    asked = question("qwen3-30b-a3b", "h100x8", isl=512, osl=256)
+    space, _ = blocks(asked.model, asked.clusters[0], asked.choices, {})
+    found = bands(asked.pricer(asked.clusters[0]), space, asked.demand)
+    assert found[0].concurrency_from == 1
+    for band, following in itertools.pairwise(found):
+        assert following.concurrency_from == band.concurrency_to + 1
+        assert following.use_ep != band.use_ep
+    for band in found:
+        assert "requests" in band.reason
+        assert band.gain is None or band.gain >= 0
+
+
+def test_a_dense_model_has_no_bands():
+    spec = model_of("llama-3.1-8b")
+    pricer = pricer_of(spec, cluster("h100x2"), "paper", skewed(spec))
+    space, _ = blocks(spec, cluster("h100x2"), format_choices(spec, "stored", "bfloat16", None), {})
+    assert bands(pricer, space, Demand(isl=100, osl=100)) == ()
+    assert all(set(block.columns["dp"]) == {1.0} for block in space)
+
+
+@pytest.mark.parametrize(
+    ("name", "machines", "asked"),
+    [
+        ("deepseek-v2-lite", ["h100x8"], {}),
+        (
+            "mixtral-8x22b",
+            ["h20x8", "l40sx8"],
+            {"objective": "per-price", "isl": 571, "osl": 159, "tpot_s": 0.15},
+        ),
+        ("llama-3.1-8b", ["h100x4"], {"tpot_s": 0.02}),
+    ],
+)
+def test_deployment_round_trips_and_holds_every_expert(name, machines, asked):
+    found = search(question(name, *machines, **asked)).best
+    spec = model_of(name)
+    deployment = deployment_of(found, spec, None)
+    text = deployment.to_json()
+    assert from_json(text).to_json() == text
+    for instance in deployment.instances:
+        assert len(instance.plan.slot_expert) == len(spec.moe_layers)
+        slices = instance.layout.experts.size("tp")
+        for experts, parts, share in zip(
+            instance.plan.slot_expert, instance.plan.slot_slice, instance.plan.slot_share, strict=True
+        ):
+            held = np.bincount(experts, weights=share, minlength=spec.moe_layers[0][1].num_experts)
+            assert held == pytest.approx(slices)  # every slice of an expert serves all of its tokens
+            assert set(parts) == set(range(slices))
+    assert sum(one.count * one.layout.num_ranks * one.layout.pipeline for one in deployment.instances) == sum(
+        pool.num_devices for pool in found.pools
+    )
+
+
+def test_loads_are_read_and_refused(tmp_path):
+    spec, path = model_of("mixtral-8x7b"), tmp_path / "load.json"
+    counts = np.random.default_rng(0).integers(1, 100, (32, 8)).astype(float)
+
+    def read(value, key="logical_count"):
+        path.write_text(json.dumps({key: value}))
+        return read_load(path, spec)
+
+    assert read(counts.tolist()).of_layer(3) == pytest.approx(counts[3] / counts[3].sum())
+    assert read([counts.tolist(), counts.tolist()]).of_layer(3) == pytest.approx(counts[3] / counts[3].sum())
+    for wrong, message in (
+        (counts[:, :7].tolist(), "7 experts in layer 0, the model has 8"),
+        (counts[:5].tolist(), "5 sparse layers, the model has 32"),
+        ((-counts).tolist(), "count -.* for expert 0 of layer 0"),
+        (np.where(counts == counts[4, 2], np.nan, counts).tolist(), "count nan"),
+        ([[1, 2], [3]], "all rows equally long"),
+        ([1, 2], "1 dimensions"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read(wrong)
+    with pytest.raises(ConfigError, match="no expert load"):
+        read([], key="something")
+
+
+def test_dense_layers_of_a_dump_are_skipped(tmp_path):
+    spec, path = model_of("deepseek-v2-lite"), tmp_path / "load.json"
+    rows = np.ones((len(spec.layers), 64))
+    rows[0] = 0
+    path.write_text(json.dumps({"logical_count": rows.tolist()}))
+    assert len(read_load(path, spec).shares) == len(spec.moe_layers)
+
+
+def test_groups_keep_the_order_of_unevenness():
+    spec = model_of("mixtral-8x7b")
+    shares = read_load_of(spec)
+    found = grouped(shares, 4)
+    assert len({id(layer) for layer in found.shares}) == 4
+    moments = [float(np.square(layer).sum()) for layer in shares.shares]
+    kept = [float(np.square(layer).sum()) for layer in found.shares]
+    assert spearmanr(moments, kept).statistic > 0.9
+
+
+def read_load_of(spec):
+    from moesaic.cost.load import ExpertShares
+
+    rng = np.random.default_rng(1)
+    layers = [rng.dirichlet(np.full(8, scale)) for scale in np.linspace(1, 50, len(spec.moe_layers))]
+    return ExpertShares(shares=tuple(layers))
+
+
+def test_frontier_has_what_nothing_beats():
+    x, y = pareto(np.array([1.0, 2.0, 3.0, 2.5]), np.array([9.0, 5.0, 4.0, 3.0]))
+    assert (x.tolist(), y.tolist()) == ([1.0, 2.0, 3.0], [9.0, 5.0, 4.0])
+    assert len(pareto(np.zeros(0), np.zeros(0))[0]) == 0
+
+
+def test_prices_and_formats():
+    (one,) = clusters_of(["h200x8"], ["5.5"])
+    assert unit_cost(one, "per-price") == 5.5
+    assert unit_cost(one, "per-gpu") == 1.0
+    for names, prices, message in (
+        (["h200x8"], ["h100=5"], "is not one of the machines"),
+        (["h200x8"], ["h200=zero"], "a price is a number above 0"),
+        (["h200x8", "h200x4"], [], "another kind of device"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            clusters_of(names, prices)
+    spec = model_of("deepseek-v3")
+    assert [one.dispatch for one in format_choices(spec, "stored", "bfloat16", None)] == ["fp8"]
+    assert len(format_choices(spec, "stored,nvfp4", "bfloat16,fp8", "bfloat16,fp8")) == 8
+    with pytest.raises(ConfigError, match="--kv fp9: unknown format; did you mean fp8"):
+        format_choices(spec, "stored", "fp9", None)
+
+
+def test_nodes_without_a_network_are_replicas():
+    answer = search(question("olmoe-1b-7b", "rtx-4090x4x2"))
+    (pool,) = answer.best.pools
+    assert pool.role == "serve"
+    assert pool.devices <= 4
+    assert pool.num_devices == 8
+
+
+def test_pins_are_parsed_or_refused():
+    assert parse_pins("tp=8, ep=32") == {"tp": 8, "ep": 32}
+    assert parse_pins("") == {}
+    with pytest.raises(ConfigError, match="'tpp' is no part of a layout; did you mean"):
+        parse_pins("tpp=8")
+    with pytest.raises(ConfigError, match="is no number of a layout"):
+        parse_pins("tp=eight")
+
+
+def test_instances_need_links_that_the_machine_has():
+    assert instance_sizes(cluster("h200x8x3")) == [1, 2, 4, 8, 16, 24]
+    assert instance_sizes(cluster("epyc-9654x1x2"))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"isl": 0}, "isl must be at least 1, got 0"),
+        ({"tpot_s": float("nan")}, "tpot must be above 0"),
+        ({"prefix_hit": 1.0}, "from 0 to below 1"),
+    ],
+)
+def test_impossible_demands(asked, message):
+    with pytest.raises(ConfigError, match=message):
+        Demand(**{"isl": 1, "osl": 1, **asked})
