@@ -69,15 +69,17 @@ class _Pieces:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        base, num_layers = model.base_model, model.config.get_text_config().num_hidden_layers
+        self.embed = model.get_input_embeddings()
+        self.head = model.get_output_embeddings()
+        # Where the embedding stands, the layers and the last norm stand: a vision tower has none.
+        [base] = [m for m in model.modules() if any(child is self.embed for child in m.children())]
+        num_layers = model.config.get_text_config().num_hidden_layers
         lists = [m for m in base.children() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
         norms = [m for name, m in base.named_children() if name in ("norm", "norm_f", "final_layernorm")]
         if len(lists) != 1 or len(norms) != 1:
             raise UnsupportedModelError(f"the layers of {type(base).__name__} are not where verify looks")
         self.layers: Sequence[nn.Module] = list(lists[0])
         self.norm = norms[0]
-        self.embed = model.get_input_embeddings()
-        self.head = model.get_output_embeddings()
 
     def each_on(self, tokens: Tensor, hidden_LTD: Tensor) -> tuple[Tensor, Tensor]:
         """Every layer's output on `hidden_LTD[i]`, embeddings first; logits from the last of `hidden_LTD`.
@@ -85,7 +87,7 @@ class _Pieces:
         Shapes:  hidden_LTD [layers + 1, T, D]; returns the same and logits [T, V].
         """
         found: list[Tensor] = []
-        handles = []
+        handles = [self.layers[0].register_forward_pre_hook(_taken(found), with_kwargs=True)]
         for i, layer in enumerate([*self.layers, self.norm]):
             handles.append(layer.register_forward_pre_hook(_given(hidden_LTD[i][None]), with_kwargs=True))
         for layer in self.layers:
@@ -96,7 +98,7 @@ class _Pieces:
         finally:
             for handle in handles:
                 handle.remove()
-        return torch.stack([embedded[0], *found]), logits_TV
+        return torch.stack(found), logits_TV
 
     @contextmanager
     def widened(self) -> Iterator[None]:
@@ -118,6 +120,15 @@ def _given(hidden: Tensor) -> Any:
         if args:
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
+
+    return hook
+
+
+def _taken(found: list[Tensor]) -> Any:
+    """Keep what the model itself gives to its first layer: embeddings, scaled as the family does."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append((args[0] if args else kwargs["hidden_states"])[0])
 
     return hook
 

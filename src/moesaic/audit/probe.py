@@ -20,7 +20,7 @@ from moesaic.audit.matrix import answer, negative_control, open_engine, run_matr
 from moesaic.engine.machine import read_machine
 from moesaic.experts.contract import Tag
 from moesaic.kv.pool import BatchLayout, KvPool
-from moesaic.models.accounting import _layer_fillings, _model_fillings, _reason_unused
+from moesaic.models.accounting import survey
 from moesaic.models.build import FAMILIES, LoadedModel, load, read_spec
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.decoder import Decoder
@@ -74,14 +74,8 @@ def unsettled(folder: str) -> tuple[list[str], list[str]]:
     names = FAMILIES.get(spec.family)
     if spec.runnable_reasons or names is None:
         return [], []  # `load` says why it does not run
-    fillings = [*_model_fillings(spec, names), *_layer_fillings(checkpoint, spec, names)]
-    known = {filling.key for filling in fillings} | ({names.head} if spec.has_tied_head else set())
-    unconsumed = [
-        key
-        for key in sorted(checkpoint.names - known)
-        if _reason_unused(key, checkpoint, len(spec.layers), names.unused) is None
-    ]
-    return unconsumed, [filling.key for filling in fillings if filling.key not in checkpoint.tensors]
+    found = survey(checkpoint, spec, names)
+    return list(found.unknown), list(found.missing)
 
 
 @torch.inference_mode()
@@ -116,39 +110,31 @@ def run_prompt(
 
 
 class _Tap:
-    """A half of a layer that also shows what goes into it, and what comes out of it if that is asked for."""
+    """A half of a layer that also shows what goes into it."""
 
-    def __init__(self, half: Any, see: Callable[[Tensor], None], *, sees_input: bool, sees_output: bool):
+    def __init__(self, half: Any, see: Callable[[Tensor], None]):
         self._half, self._see = half, see
-        self._sees_input, self._sees_output = sees_input, sees_output
 
     def forward(self, x_TD: Tensor, *rest: Any) -> Generator[Any, None, Tensor]:
         """The half's own forward."""
-        if self._sees_input:
-            self._see(x_TD)
+        self._see(x_TD)
         y_TD: Tensor = yield from self._half.forward(x_TD, *rest)
-        if self._sees_output:
-            self._see(y_TD)
         return y_TD
 
 
 def tapped(decoder: Decoder, see: Callable[[Tensor], None]) -> Decoder:
     """The same decoder, which shows the residual stream before each layer and after the last."""
     layers = []
-    for i, layer in enumerate(decoder.layers):
-        halves = [name for name in ("mixer", "ffn") if getattr(layer, name) is not None]
-        taps: dict[str, Any] = {
-            name: _Tap(
-                getattr(layer, name),
-                see,
-                sees_input=name == halves[0],
-                sees_output=name == halves[-1] and i == len(decoder.layers) - 1,
-            )
-            for name in halves
-        }
-        layers.append(replace(layer, **taps))
+    for layer in decoder.layers:
+        first = "mixer" if layer.mixer is not None else "ffn"
+        layers.append(replace(layer, **{first: _Tap(getattr(layer, first), see)}))  # type: ignore[arg-type]
+
+    def norm(x_TD: Tensor) -> Tensor:
+        see(x_TD)
+        return decoder.norm(x_TD)
+
     other = copy(decoder)
-    other.layers = tuple(layers)
+    other.layers, other.norm = tuple(layers), norm
     return other
 
 

@@ -22,7 +22,9 @@ def verify_command(
         str | None,
         typer.Option(help="float32 or bfloat16 [default: float32 if memory holds it, and the checkpoint's]."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads to compute with [default: all].")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads to compute with [default: all].")
+    ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="File of prompts, one a line [default: a built-in set].")
     ] = None,

@@ -89,12 +89,32 @@ class Accounting:
         return sum(tensor.num_bytes for tensor in self.unused)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """All tensors and parameters, also those that do not fit each other."""
+
+    accounting: Accounting
+    missing: tuple[str, ...]  # keys of parameters that nothing fills
+    unknown: tuple[str, ...]  # keys that nothing consumes
+
+
 def account(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Accounting:
     """Settle every key and every parameter.
 
     Raises: CheckpointError naming parameters that nothing fills and keys that nothing consumes (the first
             few and how many), a tensor of another shape or dtype, and experts in a model without, or a model
             with experts in a checkpoint without.
+    """
+    found = survey(checkpoint, spec, names)
+    if found.missing or found.unknown:
+        raise CheckpointError(_explain(checkpoint, spec, list(found.missing), list(found.unknown)))
+    return found.accounting
+
+
+def survey(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Survey:
+    """What `account` settles, and what it would refuse.
+
+    Raises: CheckpointError for a tensor of another shape or dtype, and for experts on one side only.
     """
     names = names.of(checkpoint.names)
     missing: list[str] = []
@@ -114,14 +134,16 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Accoun
             unknown.append(key)
         else:
             unused.append(UnusedTensor(key=key, num_bytes=checkpoint.tensors[key].num_bytes, reason=reason))
-    if missing or unknown:
-        raise CheckpointError(_explain(checkpoint, spec, missing, unknown))
     if tied_head is not None:
         checkpoint.stored(tied_head, shape=(spec.vocab, spec.hidden))
         num_bytes = checkpoint.tensors[tied_head].num_bytes
         reason = "equal to the embedding that the head is tied to"
         unused.append(UnusedTensor(key=tied_head, num_bytes=num_bytes, reason=reason))
-    return Accounting(fillings=tuple(fillings), unused=tuple(unused), tied_head=tied_head)
+    return Survey(
+        accounting=Accounting(fillings=tuple(fillings), unused=tuple(unused), tied_head=tied_head),
+        missing=tuple(missing),
+        unknown=tuple(unknown),
+    )
 
 
 def _model_fillings(spec: ModelSpec, names: WeightMap) -> Iterator[Filling]:
