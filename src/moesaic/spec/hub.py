@@ -90,8 +90,8 @@ def explain_absent(name: RepoName, cache: Path) -> str:
     """Where was looked, what is called alike there, and how to fetch it."""
     if not cache.is_dir():
         return (
-            f"{name.repo} is no folder here and not in the Hugging Face cache: {cache} does not exist; fetch it with "
-            f"`{name.fetch}`"
+            f"{name.repo} is no folder here and not in the Hugging Face cache: {cache} does not exist; "
+            f"fetch it with `{name.fetch}`"
         )
     known = [entry[8:].replace("--", "/") for entry in _listed(cache) if entry.startswith("models--")]
     alike = f"which is empty of models; fetch it with `{name.fetch}`"
