@@ -12,5 +12,7 @@ venv/bin/moesaic inspect deepseek-v3 --json >/dev/null
 venv/bin/python -c 'import importlib.util as u; assert u.find_spec("torch") is None, "the plain install pulled torch in"'
 venv/bin/moesaic serve demo 2>message && exit 1
 grep -q "moesaic\[server\]\|moesaic\[engine\]" message
+venv/bin/moesaic verify demo 2>message && exit 1
+grep -q "moesaic\[engine\]" message
 venv/bin/python -c 'import moesaic; moesaic.LLM' 2>message && exit 1
 grep -q "moesaic\[engine\]" message

@@ -33,7 +33,7 @@ def test_a_taken_port_is_one_line_before_anything_is_loaded() -> None:
         port = sock.getsockname()[1]
         line = refused("demo", "--port", str(port))
     assert line == (
-        f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --port"
+        f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; change --host or --port"
     )
 
 

@@ -95,7 +95,8 @@ def render(found: Inspection) -> str:
         lines.append(f"    {kind:<26}  {format_bytes(size):>8}")
     lines += [_row("note", note) for note in found.notes]
     if found.runnable:
-        lines.append(_row("runs", "yes"))
+        # Of a folder only headers were read: whether its weights are whole is verify's question.
+        lines.append(_row("runs", "yes" if found.checkpoint is None else "yes; verify reads the weights"))
     else:
         lines.append(_row("runs", "no"))
         lines += [f"    {reason}" for reason in found.reasons]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,8 @@ def verify_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a model against transformers, alone and in batches."""
+    if find_spec("torch") is None:  # else a child process would say so, in its own words
+        raise ModuleNotFoundError("verify runs the model", name="torch")
     hub = read_hub_cache()
     found = verify(
         locate(model, hub=hub),

@@ -45,7 +45,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another with --port"
+            f"cannot listen on {host} port {port}: {error.strerror or error}; change --host or --port"
         ) from error
     return sock
 
