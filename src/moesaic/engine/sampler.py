@@ -236,7 +236,8 @@ def _penalise(row_V: Float32Array, recipe: Recipe, generated: IntArray) -> None:
 def _pick(masses: Float32Array, number: float) -> tuple[int, float]:
     """Inverse of the cumulative mass in id order, in two levels: first the block, then the token in it."""
     blocks = masses.reshape(-1, _BLOCK)
-    ends = blocks.sum(axis=1, dtype=np.float32).cumsum(dtype=np.float64)
+    # torch adds a row of a block in half numpy's time; its threads share rows, never one row's sum.
+    ends = torch.from_numpy(blocks).sum(dim=1).numpy().cumsum(dtype=np.float64)
     total = float(ends[-1])
     target = number * total
     block_idx = int(ends.searchsorted(target, "right"))
