@@ -25,6 +25,7 @@ from moesaic.audit.child import ChildFailed, ChildKilled, Job, run_child
 from moesaic.audit.verify import Verification, dump_json
 from moesaic.cli.verify import render
 from moesaic.errors import ConfigError, MoesaicError
+from moesaic.kernels.ops import backends
 from moesaic.models.build import load
 from moesaic.spec.locate import locate
 
@@ -245,6 +246,35 @@ def test_known_and_unused_tensors_are_told_with_their_bytes(
             "reason": "rotary frequencies follow from the config",
         }
     ]
+
+
+@pytest.mark.parametrize("kind", ["packed", "wrapped"])
+def test_tensors_are_settled_as_a_load_settles_them(tmp_path: Path, kind: str) -> None:
+    if kind == "packed":
+        config = CONFIGS["gpt_oss"](quantization_config={"quant_method": "mxfp4"})
+        folder = write_checkpoint(tmp_path, config, layout="mxfp4")
+    else:
+        text = CONFIGS["llama4"]()
+        config = {"model_type": "llama4", "text_config": text, "tie_word_embeddings": False}
+        inner = {f"language_model.{name}": value for name, value in random_tensors(text).items()}
+        folder = write_checkpoint(tmp_path, config, tensors=inner)
+    load(folder, num_threads=1)
+    assert probe.unsettled(str(folder)) == ([], [])
+    tensors = dict(load_file(folder / "model.safetensors"))
+    lost = next(name for name in sorted(tensors) if name.endswith("down_proj") or "down_proj_b" in name)
+    tensors["odd.weight"] = tensors.pop(lost)
+    save_file(tensors, folder / "model.safetensors")
+    assert probe.unsettled(str(folder)) == (["odd.weight"], [lost])
+
+
+@pytest.mark.usefixtures("without_matrix")
+def test_the_backend_asked_for_is_the_one_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "find_spec", lambda name: None)  # as without transformers
+    folder = write_checkpoint(tmp_path, CONFIGS["olmoe"]())
+    for backend in backends():
+        found = run_verify(folder, backend=backend)
+        assert [one.backend for one in found.passes] == [backend]
+        assert f"backend {backend}" in render(found)
 
 
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ class Job:
     prompts: tuple[tuple[int, ...], ...]
     num_tokens: int  # greedy tokens after each prompt
     folder: str  # where arrays and results go
+    backend: str | None = None  # of our side's kernels; None: the fastest here
 
     def path(self, name: str) -> Path:
         """A file of the job's folder."""

@@ -44,6 +44,7 @@ def probe(job: Job, say: Say) -> Mapping[str, Any]:
         job.model,
         num_threads=job.num_threads,
         dtype=job.dtype,  # type: ignore[arg-type]  # checked by the parent
+        backend=job.backend,
         available_bytes=read_machine().available_bytes,
     )
     for i, prompt in enumerate(job.prompts):
@@ -59,6 +60,7 @@ def probe(job: Job, say: Say) -> Mapping[str, Any]:
         **tensors,
         "known_unused": [asdict(tensor) for tensor in model.accounting.unused],
         "dtype": model.numerics.seam_dtype,
+        "backend": model.numerics.backend,
         "greedy": greedy,
         "matrix": [asdict(cell) for cell in cells],
         "negative_control_caught": negative_control(model, job.prompts),

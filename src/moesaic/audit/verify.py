@@ -59,6 +59,7 @@ class Pass:
     """The comparison in one dtype. What needs transformers is None without it."""
 
     dtype: str
+    backend: str  # of our side's kernels
     max_abs_logit_diff: float | None
     greedy_agreement: float | None
     stages: tuple[StageError, ...]
@@ -134,6 +135,7 @@ def verify(
     reference: Located | None = None,
     dtype: str | None = None,
     num_threads: int | None = None,
+    backend: str | None = None,
     prompts: Path | None = None,
     num_tokens: int = 32,
     show: Say = lambda phase: None,
@@ -165,6 +167,7 @@ def verify(
                 prompts=ids,
                 num_tokens=num_tokens,
                 folder=temporary,
+                backend=backend,
             )
             engine = _run_engine(job, show)
             tensors = tensors or {
@@ -319,6 +322,7 @@ def _compare(job: Job, engine: Mapping[str, Any], oracle: Mapping[str, Any]) -> 
     first = next((stage.name for stage in stages if stage.is_differing), None)
     return Pass(
         dtype=dtype,
+        backend=engine["backend"],
         max_abs_logit_diff=diff,
         greedy_agreement=agreement,
         stages=stages,

@@ -41,12 +41,13 @@ def verify_command(
     """Check a model against transformers, alone and in batches."""
     if find_spec("torch") is None:  # else a child process would say so, in its own words
         raise ModuleNotFoundError("verify runs the model", name="torch")
-    hub = read_hub_cache()
+    hub, environment = read_hub_cache(), read_environment()
     found = verify(
         locate(model, hub=hub),
         reference=None if reference is None else locate(reference, hub=hub),
         dtype=dtype,
-        num_threads=threads or read_environment().num_threads,
+        num_threads=threads or environment.num_threads,
+        backend=environment.backend,
         prompts=prompts,
         num_tokens=tokens,
         show=_show,
@@ -109,7 +110,7 @@ def _pass_rows(one: Pass) -> list[str]:
     caught = "caught" if one.negative_control_caught else "NOT caught"
     rows.append(_row(one.dtype, f"same bits as alone: {cells}; negative control {caught}"))
     peaks = ", ".join(f"{name} {format_bytes(size)}" for name, size in one.peak_rss_bytes.items())
-    rows.append(_row("", f"peak memory: {peaks}"))
+    rows.append(_row("", f"backend {one.backend}; peak memory: {peaks}"))
     return rows
 
 
