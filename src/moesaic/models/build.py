@@ -35,7 +35,6 @@ from moesaic.models.dots1 import DOTS1
 from moesaic.models.ernie4_5_moe import ERNIE4_5_MOE
 from moesaic.models.gemma4 import GEMMA4
 from moesaic.models.glm4_moe import GLM4_MOE
-from moesaic.models.glm4_moe_lite import GLM4_MOE_LITE
 from moesaic.models.gpt_oss import GPT_OSS
 from moesaic.models.granitemoe import GRANITEMOE
 from moesaic.models.kimi_k25 import KIMI_K25
@@ -92,7 +91,7 @@ FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
         "qwen2_moe": QWEN2_MOE,
         "deepseek_v2": DEEPSEEK_V2,
         "glm4_moe": GLM4_MOE,
-        "glm4_moe_lite": GLM4_MOE_LITE,
+        "glm4_moe_lite": DEEPSEEK_V3,  # GLM-4.7-Flash: the same names, other sizes
         "dots1": DOTS1,
         "minimax_m2": MINIMAX_M2,
         "ernie4_5_moe": ERNIE4_5_MOE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesaic.models.names import (
-    BIASED_GATE,
+    DEEPSEEK_FFN,
     MLA,
     MTP_LAYERS,
     NORMS,
@@ -11,16 +11,13 @@ from moesaic.models.names import (
     ROTARY_BUFFERS,
     STACKED,
     WeightMap,
-    gated,
 )
 
 DEEPSEEK_V3 = WeightMap(
     layers={
         "norm": NORMS,
         "mixer": MLA,
-        "dense": gated("mlp"),
-        "router": BIASED_GATE,
-        "shared": gated("mlp.shared_experts"),
+        **DEEPSEEK_FFN,
     },
     experts=(PER_EXPERT, STACKED),
     unused=(ROTARY_BUFFERS, MTP_LAYERS),

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from moesaic.models.names import (
-    BIASED_GATE,
+    DEEPSEEK_FFN,
     GQA,
     NORMS,
     PER_EXPERT,
     ROTARY_BUFFERS,
     STACKED,
     WeightMap,
-    gated,
 )
 
 DOTS1 = WeightMap(
     layers={
         "norm": NORMS,
         "mixer": GQA,
-        "dense": gated("mlp"),
-        "router": BIASED_GATE,
-        "shared": gated("mlp.shared_experts"),
+        **DEEPSEEK_FFN,
     },
     experts=(PER_EXPERT, STACKED),
     unused=(ROTARY_BUFFERS,),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesaic.models.names import (
-    BIASED_GATE,
+    DEEPSEEK_FFN,
     GQA,
     MTP_LAYERS,
     NORMS,
@@ -11,16 +11,13 @@ from moesaic.models.names import (
     ROTARY_BUFFERS,
     STACKED,
     WeightMap,
-    gated,
 )
 
 GLM4_MOE = WeightMap(
     layers={
         "norm": NORMS,
         "mixer": GQA,
-        "dense": gated("mlp"),
-        "router": BIASED_GATE,
-        "shared": gated("mlp.shared_experts"),
+        **DEEPSEEK_FFN,
     },
     experts=(PER_EXPERT, STACKED),
     unused=(ROTARY_BUFFERS, MTP_LAYERS),

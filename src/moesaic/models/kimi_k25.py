@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from moesaic.models.names import (
-    BIASED_GATE,
+    DEEPSEEK_FFN,
     MLA,
     NORMS,
     PER_EXPERT,
     STACKED,
     Unused,
     WeightMap,
-    gated,
 )
 
 KIMI_K25 = WeightMap(
     layers={
         "norm": NORMS,
         "mixer": MLA,
-        "dense": gated("mlp"),
-        "router": BIASED_GATE,
-        "shared": gated("mlp.shared_experts"),
+        **DEEPSEEK_FFN,
     },
     experts=(PER_EXPERT, STACKED),
     unused=(

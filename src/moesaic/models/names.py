@@ -163,6 +163,11 @@ BIASED_GATE: Mapping[str, Keys] = MappingProxyType(
 )
 """DeepSeek-V3's names for a router with a selection bias."""
 
+DEEPSEEK_FFN: Mapping[Half, Mapping[str, Keys]] = MappingProxyType(
+    {"dense": gated("mlp"), "router": BIASED_GATE, "shared": gated("mlp.shared_experts")}
+)
+"""DeepSeek-V3's names for dense networks, routers and shared experts, taken over by several families."""
+
 PER_EXPERT = PerExpert(
     gate="mlp.experts.{expert}.gate_proj.weight",
     up="mlp.experts.{expert}.up_proj.weight",
