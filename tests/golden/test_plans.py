@@ -73,9 +73,16 @@ def test_what_was_feasible_still_is(plans):
 def test_deepseek_decodes_over_many_ranks_with_copies_and_prefills_over_fewer(plans):
     prefill, decode = plans["DeepSeek-V3 on 128 H800"]["pools"]
     assert (prefill["role"], decode["role"]) == ("prefill", "decode")
-    assert decode["ep"] >= 32
     assert decode["num_redundant"] > 0
     assert prefill["ep"] < decode["ep"]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="40 ranks are within 2 % of 80 by the calibration, and the smaller is taken"
+)
+def test_deepseek_decodes_over_as_many_ranks_as_its_makers_report(plans):
+    _, decode = plans["DeepSeek-V3 on 128 H800"]["pools"]
+    assert 64 <= decode["ep"] <= 160
 
 
 def test_a_million_tokens_are_split_over_ranks(plans):

@@ -16,7 +16,7 @@ from moesaic.cost.ops import Formats
 from moesaic.cost.term import FloatArray
 from moesaic.errors import ConfigError, nearest
 from moesaic.spec.hardware import Cluster
-from moesaic.spec.model import DenseSpec, GqaSpec, LinearSpec, MambaSpec, MlaSpec, ModelSpec
+from moesaic.spec.model import GqaSpec, LinearSpec, MambaSpec, MlaSpec, ModelSpec
 
 Knob = Literal["tp", "dp", "ep", "pp", "kvp", "expert_tp", "num_micro_batches", "num_redundant"]
 KNOBS: tuple[Knob, ...] = (
@@ -104,14 +104,12 @@ class Limits:
     num_layers: int
     num_experts: int | None  # None: dense
     expert_width: int
-    dense_widths: tuple[int, ...]
 
     @staticmethod
     def of(model: ModelSpec) -> Limits:
         """The limits of a model."""
         heads: set[int] = set()
         kv_heads: list[int] = []
-        widths: set[int] = set()
         for layer in model.layers:
             mixer = layer.mixer
             if isinstance(mixer, GqaSpec):
@@ -121,14 +119,11 @@ class Limits:
                 heads.add(mixer.num_heads)
             elif isinstance(mixer, LinearSpec):
                 heads.add(mixer.num_key_heads)
-            if isinstance(layer.ffn, DenseSpec):
-                widths.add(layer.ffn.width)
         moes = [moe for _, moe in model.moe_layers]
         return Limits(
             heads=tuple(sorted(heads)), kv_heads=min(kv_heads, default=None), num_layers=len(model.layers),
             num_experts=max((moe.num_experts for moe in moes), default=None),
             expert_width=min((moe.expert_width for moe in moes), default=0),
-            dense_widths=tuple(sorted(widths)),
         )  # fmt: skip
 
     def refusal(self, knob: Knob, value: int) -> str | None:

@@ -15,7 +15,6 @@ from moesaic.spec.families.keys import Keys, shorten
 from moesaic.spec.families.parts import Source, check_sizes
 from moesaic.spec.model import ModelSpec
 
-MAX_NESTING = 100
 TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where wrappers around a language model keep its config; the last one keeps a text_config of its own."""
 
