@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -220,3 +221,17 @@ def softmax_scaled(factor: float) -> Callable[[ModelSpec], ModelSpec]:
         return replace(layer, mixer=replace(layer.mixer, softmax_scale=layer.mixer.softmax_scale * factor))
 
     return each_layer(change)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """`variants` change the config; `mutations` change the spec of the config with `mutated`.
+
+    `more` and `same` are run with the long tests: variants and mutations that another family stands for.
+    """
+
+    variants: Mapping[str, Mapping[str, Any]]
+    more: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    mutations: Mapping[str, Mutation]
+    same: Mapping[str, Mutation] = dataclasses.field(default_factory=dict)
+    mutated: Mapping[str, Any] = dataclasses.field(default_factory=dict)

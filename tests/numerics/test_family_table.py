@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,12 @@ from family_configs import LONGROPE, YARN
 from parity import (
     FLOAT32_TOLERANCE,
     MUTATION_SHOWS,
+    Family,
     Mutation,
     Oracle,
     assert_same_greedy,
     experts,
+    field,
     gates,
     logits_of,
     max_difference,
@@ -28,27 +28,13 @@ from parity import (
     shared,
     softmax_scaled,
 )
-from parity import field as spec_field
+from stacked_cases import STACKED_FAMILIES
 from torch import Tensor
 
 from moesaic.models.build import load
 
 TIED: Config = {"tie_word_embeddings": True}
 PLAIN_YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """`variants` change the config; `mutations` change the spec of the config with `mutated`.
-
-    `more` and `same` are run with the long tests: variants and mutations that another family stands for.
-    """
-
-    variants: Mapping[str, Config]
-    more: Mapping[str, Config] = field(default_factory=dict)
-    mutations: Mapping[str, Mutation]
-    same: Mapping[str, Mutation] = field(default_factory=dict)
-    mutated: Config = field(default_factory=dict)
 
 
 WEIGHTINGS: dict[str, Config] = {
@@ -76,7 +62,7 @@ DEEPSEEK_GATE: dict[str, Mutation] = {
 }
 ROPE: dict[str, Mutation] = {
     "another rope theta": Mutation(change=ropes(theta=1100.0)),
-    "norm epsilon": Mutation(change=spec_field(norm_eps=1e-6)),
+    "norm epsilon": Mutation(change=field(norm_eps=1e-6)),
     "softmax scale": Mutation(change=softmax_scaled(1.1)),
 }
 YARN_PARTS: dict[str, Mutation] = {
@@ -87,7 +73,7 @@ YARN_PARTS: dict[str, Mutation] = {
     "softmax scale without mscale": Mutation(change=softmax_scaled(1 / 1.3327**2)),
 }
 
-FAMILIES: dict[str, Family] = {
+PER_EXPERT_FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(
         variants={
             "base": {},
@@ -284,7 +270,7 @@ FAMILIES: dict[str, Family] = {
             "no biases in attention": Mutation(
                 change=mixers(has_qkv_bias=False, has_out_bias=False), drops=r"self_attn\..*_proj\.bias"
             ),
-            "no bias on the head": Mutation(change=spec_field(has_head_bias=False), drops=r"lm_head\.bias"),
+            "no bias on the head": Mutation(change=field(has_head_bias=False), drops=r"lm_head\.bias"),
         },
     ),
     "granitemoe": Family(
@@ -306,9 +292,9 @@ FAMILIES: dict[str, Family] = {
         mutations={
             **ROUTING,
             **ROPE,
-            "no embedding multiplier": Mutation(change=spec_field(embedding_scale=1.0)),
-            "no residual multiplier": Mutation(change=spec_field(residual_scale=1.0)),
-            "no logits scaling": Mutation(change=spec_field(logit_scale=1.0)),
+            "no embedding multiplier": Mutation(change=field(embedding_scale=1.0)),
+            "no residual multiplier": Mutation(change=field(residual_scale=1.0)),
+            "no logits scaling": Mutation(change=field(logit_scale=1.0)),
             "attention scaled by the width of a head": Mutation(change=mixers(softmax_scale=0.25)),
             "softmax before the choice": Mutation(
                 change=gates(order="score_then_topk", is_renormalised=False)
@@ -340,10 +326,10 @@ FAMILIES: dict[str, Family] = {
             "softmax scores": Mutation(change=gates(score="softmax")),
             "softmax of the chosen": Mutation(change=gates(score="softmax", order="topk_then_score")),
             "root-mean-square norms": Mutation(
-                change=spec_field(norm="rms", has_norm_bias=False), drops=r"norm\.bias"
+                change=field(norm="rms", has_norm_bias=False), drops=r"norm\.bias"
             ),
-            "no biases in norms": Mutation(change=spec_field(has_norm_bias=False), drops=r"norm\.bias"),
-            "no bias on the head": Mutation(change=spec_field(has_head_bias=False), drops=r"lm_head\.bias"),
+            "no biases in norms": Mutation(change=field(has_norm_bias=False), drops=r"norm\.bias"),
+            "no bias on the head": Mutation(change=field(has_head_bias=False), drops=r"lm_head\.bias"),
             "no biases in attention": Mutation(
                 change=mixers(has_qkv_bias=False, has_out_bias=False), drops=r"_proj\.bias"
             ),
@@ -355,6 +341,9 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }
+
+
+FAMILIES = PER_EXPERT_FAMILIES | STACKED_FAMILIES
 
 
 def pairs(usual: str, long: str) -> list[Any]:
@@ -373,7 +362,7 @@ def test_equal_logits(tmp_path: Path, family: str, variant: str) -> None:
     assert max_difference(folder) < FLOAT32_TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PER_EXPERT_FAMILIES)
 def test_both_layouts_give_the_same_bits_also_in_two_files(tmp_path: Path, family: str) -> None:
     one = write_checkpoint(tmp_path / "one", CONFIGS[family]())
     two = write_checkpoint(tmp_path / "two", CONFIGS[family](), layout="stacked", num_files=2)
@@ -389,7 +378,7 @@ def test_what_transformers_saves_gives_the_same_bits(tmp_path: Path, family: str
 
 @pytest.mark.parametrize(
     "family",
-    ["deepseek_v2", "ernie4_5_moe", "phimoe"]
+    ["deepseek_v2", "ernie4_5_moe", "phimoe", *STACKED_FAMILIES]
     + [
         pytest.param(family, marks=pytest.mark.long)
         for family in ("qwen2_moe", "glm4_moe", "glm4_moe_lite", "dots1", "minimax_m2", "granitemoe")
