@@ -108,7 +108,6 @@ def write_card(run: Path, report_path: Path, out: Path, length: int) -> None:
     num_sparse = config["num_layers"] - config["num_dense_layers"]
     num_idle = config["num_experts"] - config["num_experts_per_token"]
     num_idle_weights = num_sparse * num_idle * 3 * config["hidden_size"] * config["expert_width"]
-    num_embedding = config["vocab_size"] * config["hidden_size"]  # one row of it is used per token
     domain_rows = [
         f"| {name} | {report[name]['bits_per_byte']:.3f} | {report[name]['nats_per_token']:.3f} "
         f"| {report[name]['tokens']:,} |"
@@ -122,7 +121,7 @@ def write_card(run: Path, report_path: Path, out: Path, length: int) -> None:
     samples = [report["samples"][idx] for idx in (0, 1, 5, 9, 13, 17)]
     card = CARD.format(
         num_parameters=num_parameters,
-        num_active=num_parameters - num_idle_weights - num_embedding,
+        num_active=num_parameters - num_idle_weights,  # both embedding matrices counted, as everywhere here
         num_chosen=config["num_experts_per_token"],
         latent=config["kv_latent_width"],
         tokens=saved["tokens"],

@@ -115,6 +115,8 @@ class Kernels {
 
 NB_MODULE(_native, m) {
   using moesaic::Kernels;
+  // A model that is alive when the interpreter ends is no fault: the process gives everything back.
+  nb::set_leak_warnings(false);
   m.doc() = "Native CPU kernels; see moesaic.kernels.native.ops.";
   m.def("levels", [] {
     std::vector<std::string> names;
