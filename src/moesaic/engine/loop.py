@@ -160,7 +160,7 @@ class Engine:
     # -- the loop, its own thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        end = "the engine was closed"
+        end = "the engine was closed before the request ended: send it again to one that runs"
         try:
             while self._turn():
                 pass

@@ -133,7 +133,8 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise _refusal(self._matcher.get_error().splitlines()[0])
+            reason = self._matcher.get_error().splitlines()[0]
+            raise _refusal(f"the grammar library gave up on it ({reason}); simplify the schema")
 
 
 def _refusal(reason: str) -> RequestError:

@@ -126,7 +126,7 @@ def test_schemas_that_cannot_be_enforced_are_refused(schema: str, message: str) 
     "schema", ['{"$ref": "#"}', '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}']
 )
 def test_a_schema_that_is_nothing_but_itself_is_refused_before_a_token_is_drawn(schema: str) -> None:
-    with pytest.raises(RequestError, match=UNUSABLE):
+    with pytest.raises(RequestError, match=rf"{UNUSABLE}: .* simplify the schema"):
         compiler().check(schema)
 
 
