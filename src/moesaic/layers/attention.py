@@ -197,13 +197,10 @@ class GqaAttention:
 
 
 def _check(spec: GqaSpec) -> None:
-    missing = [
-        text
-        for is_needed, text in ((spec.kv_from is not None, "keys and values of another layer (Gemma 4)"),)
-        if is_needed
-    ]
-    if missing:
-        raise UnsupportedModelError(f"grouped-query attention does not run {', '.join(missing)}")
+    if spec.kv_from is not None:
+        raise UnsupportedModelError(
+            "grouped-query attention does not run keys and values of another layer (Gemma 4)"
+        )
     if spec.num_heads % spec.num_kv_heads:
         raise UnsupportedModelError(
             f"num_kv_heads = {spec.num_kv_heads} must divide num_heads = {spec.num_heads}"
