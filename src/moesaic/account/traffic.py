@@ -66,7 +66,7 @@ def balance_point(spec: ModelSpec, machine: Machine) -> BalancePoint | None:
     stored = spec.stored_format("routed_experts")
     # 8-bit weights meet 8-bit activations where the device has such a rate; narrower ones are unpacked first.
     is_narrow = stored.format in ("fp8", "int8") and machine.has_rate(stored.format)
-    compute_dtype = stored.format if is_narrow else "bfloat16"
+    compute_dtype = stored.format if is_narrow else machine.wide_dtype
     flops_per_s, bits = machine.flops_per_s(compute_dtype), stored.bits
     peak = rows_per_expert_to_balance(flops_per_s, machine.memory_bytes_per_s, weight_bits=bits)
     real = peak * FLOPS_EFFICIENCY / BANDWIDTH_EFFICIENCY

@@ -56,18 +56,31 @@ def run_child(module: str, name: str, job: Job, show: Say) -> dict[str, Any]:
 
     Raises: ChildFailed when the process ended without one; ChildKilled when a signal ended it.
     """
-    job_path, result_path, log_path = (
-        job.path(f"{name}.job.json"),
-        job.path(f"{name}.json"),
-        job.path(f"{name}.log"),
-    )
-    job_path.write_text(json.dumps(asdict(job)))
+    try:
+        return run_program(module, name, Path(job.folder), asdict(job), show)
+    except ChildKilled as killed:
+        raise ChildKilled(f"{killed}; where memory ran out, --dtype bfloat16 needs less") from killed
+
+
+def run_program(
+    module: str, name: str, folder: Path, told: Mapping[str, Any], show: Say, *,
+    timeout_s: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run `python -m MODULE folder/NAME.job.json` and return the `folder/NAME.json` that it writes.
+
+    What it said on stderr is left in `folder/NAME.log`.
+
+    Raises: ChildFailed when the process ended without a result or took longer than `timeout_s`; ChildKilled
+            when a signal ended it.
+    """
+    job_path, result_path, log_path = (folder / f"{name}.{end}" for end in ("job.json", "json", "log"))
+    job_path.write_text(json.dumps(told))
     with open(log_path, "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(job_path)], stdout=subprocess.PIPE, stderr=log, text=True
         )
         try:
-            _follow(process, name, show)
+            _follow(process, name, show, timeout_s)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -80,7 +93,7 @@ def run_child(module: str, name: str, job: Job, show: Say) -> dict[str, Any]:
         if process.returncode < 0:
             raise ChildKilled(
                 f"the {name} process was ended by signal {-process.returncode}, so nothing was decided; 9: "
-                f"memory ran out; free some, or ask for --dtype bfloat16. It last said: {why}"
+                f"memory ran out, free some. It last said: {why}"
             )
         raise ChildFailed(f"the {name} process ended with status {process.returncode}: {why}")
     result: dict[str, Any] = json.loads(result_path.read_text())
@@ -114,7 +127,7 @@ def _say(phase: str) -> None:
     sys.stdout.flush()
 
 
-def _follow(process: subprocess.Popen[str], name: str, show: Say) -> None:
+def _follow(process: subprocess.Popen[str], name: str, show: Say, timeout_s: float | None) -> None:
     """Read phases until the child closes its stdout; show each one that lasts longer than QUIET_S."""
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     stream: IO[str] = process.stdout  # type: ignore[assignment]  # a pipe was asked for
@@ -125,12 +138,18 @@ def _follow(process: subprocess.Popen[str], name: str, show: Say) -> None:
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    phase, began_s, is_shown = "starting", time.monotonic(), False
+    start_s = time.monotonic()
+    phase, began_s, is_shown = "starting", start_s, False
     while True:
         try:
             line = lines.get(timeout=QUIET_S)
         except queue.Empty:
-            if not is_shown and time.monotonic() - began_s >= QUIET_S:
+            now_s = time.monotonic()
+            if timeout_s is not None and now_s - start_s > timeout_s:
+                raise ChildFailed(
+                    f"the {name} process was ended after {now_s - start_s:.0f} s, while: {phase}"
+                ) from None
+            if not is_shown and now_s - began_s >= QUIET_S:
                 show(f"{name}: {phase}")
                 is_shown = True
             continue

@@ -39,6 +39,11 @@ VERBS = (
         "fit", "moesaic.cli.fit:fit_command", "Say whether a model fits a machine, and how fast it is there."
     ),
     Verb(
+        "calibrate",
+        "moesaic.cli.calibrate:calibrate_command",
+        "Measure this machine, and write a machine file for fit and plan.",
+    ),
+    Verb(
         "accuracy",
         "moesaic.cli.accuracy:accuracy_command",
         "Compare predicted with measured serving times.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -67,7 +67,7 @@ class Calibration:
             if name.startswith("launch."):
                 launches[name.removeprefix("launch.")] = number(name) * 1e-6  # type: ignore[index]
         low, high = self.bounds["tpot"][backend or "any"]
-        return Profile(
+        found = Profile(
             name="calibrated", source="modelled",
             compute_share={kind: 1 / number(f"compute.{kind}") for kind in KINDS},
             memory_share={kind: 1 / number(f"memory.{kind}") for kind in KINDS},
@@ -77,6 +77,7 @@ class Calibration:
             collective_s=number("collective") * 1e-6, step_s=number("step") * 1e-6, skew=self.skew,
             full_rate_rows=FULL_RATE_ROWS, low=low, high=high,
         )  # fmt: skip
+        return with_whole_rates(found) if cluster.machine.is_measured else found
 
     def interference(self, cluster: Cluster, backend: str | None = None) -> Interference:
         """How prompts and decoding meet in an engine."""
@@ -96,6 +97,15 @@ NETWORK_SHARE = 0.9
 EXCHANGE_FACTOR = 2.0
 """Source: DeepEP's low-latency all-to-all on H800: 173 us for a dispatch of 128 tokens over 64 devices, 192
 us over 128 (7.2 MB at 0.9 of 50 GB/s and 10 us)."""
+
+
+def with_whole_rates(profile: Profile) -> Profile:
+    """A profile for a machine whose file was measured: what software does not reach is not in the rates.
+
+    Overheads and the interval stay those of the engines that were fitted: nothing is known of others.
+    """
+    whole = dict.fromkeys(KINDS, 1.0)
+    return replace(profile, compute_share=whole, memory_share=whole, link_share=1.0, full_rate_rows=0.0)
 
 
 def is_blackwell(cluster: Cluster) -> bool:

@@ -102,7 +102,7 @@ def offloaded_step(
             flops += share * 2.0 * float(np.asarray(tokens)) * moe.experts_per_token * expert_params(moe)
         nodes = cluster.num_nodes
         host_rate = HOST_SHARE * machine.number("host_memory_bytes_per_s", machine.memory_bytes_per_s) * nodes
-        compute_rate = machine.number("host_flops_per_s", machine.flops_per_s("bfloat16"))
+        compute_rate = machine.number("host_flops_per_s", machine.flops_per_s(machine.wide_dtype))
         bus_rate = machine.number("host_link_bytes_per_s", 0.0) * profile.link_share * cluster.num_devices
         here_s = max(read / host_rate, flops / (profile.compute_share["experts"] * compute_rate * nodes))
         seconds = min(here_s, read / bus_rate) if bus_rate else here_s

@@ -120,8 +120,8 @@ def attention(layer: LayerSpec, work: Work, tp: Number, kvp: Number, ctx: Contex
     flops = work.num_seqs * context_operations(layer.mixer, work) / (tp * kvp)
     read = work.num_seqs * cache_bytes_read(layer, work, tp, ctx.formats.kv_bits) / kvp
     return operator(
-        "attention", flops=flops, num_bytes=read, dtype="bfloat16", machine=ctx.machine, profile=ctx.profile,
-        kind="attention", launches=_mixer_launches(layer.mixer),
+        "attention", flops=flops, num_bytes=read, dtype=ctx.machine.wide_dtype, machine=ctx.machine,
+        profile=ctx.profile, kind="attention", launches=_mixer_launches(layer.mixer),
     )  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def head(rows: Number, split: Number, ctx: Context) -> CostTerm:
     weights = ctx.model.vocab * ctx.model.hidden / split
     return operator(
         "head", flops=2.0 * rows * weights, num_bytes=2.0 * weights + 4.0 * rows * ctx.model.vocab / split,
-        dtype="bfloat16", machine=ctx.machine, profile=ctx.profile, launches=("head",),
+        dtype=ctx.machine.wide_dtype, machine=ctx.machine, profile=ctx.profile, launches=("head",),
     )  # fmt: skip
 
 

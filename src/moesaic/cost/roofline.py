@@ -15,11 +15,12 @@ from moesaic.spec.hardware import Machine
 def compute_dtype(weight_format: str, machine: Machine) -> str:
     """What products with weights of a format are computed in on a machine.
 
-    4-bit floats need a device with such a rate; 8-bit ones too; narrower integers are unpacked to bfloat16.
+    4-bit floats need a device with such a rate; 8-bit ones too; narrower integers are unpacked to bfloat16,
+    and that to float32 where a device has no rate for it.
     """
     wanted = {"nvfp4": "fp4", "mxfp4": "fp4", "fp8": "fp8", "int8": "int8", "float32": "float32"}
     dtype = wanted.get(weight_format, "bfloat16")
-    return dtype if machine.has_rate(dtype) else "bfloat16"
+    return dtype if machine.has_rate(dtype) else machine.wide_dtype
 
 
 def operator(

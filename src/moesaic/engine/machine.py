@@ -47,6 +47,17 @@ def read_machine(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     )
 
 
+def last_level_cache_bytes(sys: Path = Path("/sys/devices/system/cpu")) -> int | None:
+    """All caches of the last level together: what a measurement of memory has to exceed; None: unknown."""
+    found: dict[tuple[int, str], int] = {}
+    for folder in sys.glob("cpu[0-9]*/cache/index[0-9]*"):
+        level, size = _number(_text(folder / "level")), _text(folder / "size")
+        if level is not None and size.endswith("K") and _text(folder / "type") != "Instruction":
+            found[level, _text(folder / "shared_cpu_list")] = 1024 * int(size[:-1])
+    last = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == last) or None
+
+
 def _read_cpus(proc: Path, cgroup: Path) -> tuple[int, str]:
     if hasattr(os, "sched_getaffinity"):
         num, source = len(os.sched_getaffinity(0)), "processor affinity"

@@ -1,14 +1,15 @@
 """Machines as facts: memory, rates, links, prices, each number with its source, read from TOML files.
 
-A `Machine` is one kind of device, a `Cluster` some nodes of them. Datasheet numbers; corrections live in
-`cost`.
+A `Machine` is one kind of device, a `Cluster` some nodes of them. Datasheet numbers, or those that
+`moesaic calibrate` measured; corrections live in `cost`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,9 +20,11 @@ from moesaic.errors import ConfigError, nearest
 FOLDER = Path(__file__).parent / "hardware"
 MACHINES: tuple[str, ...] = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
-_REQUIRED = ("memory_bytes", "memory_bytes_per_s", "flops_per_s.bfloat16")
+REQUIRED = ("memory_bytes", "memory_bytes_per_s")
+PRODUCT_RATES = ("flops_per_s.bfloat16", "flops_per_s.float32")
+"""At least one of them is required, too."""
 _OPTIONAL = (
-    "flops_per_s.float32", "flops_per_s.fp8", "flops_per_s.int8", "flops_per_s.fp4", "link_bytes_per_s",
+    "flops_per_s.fp8", "flops_per_s.int8", "flops_per_s.fp4", "link_bytes_per_s",
     "network_bytes_per_s", "host_link_bytes_per_s", "link_latency_s", "network_latency_s",
     "num_devices_per_node", "num_devices_per_link_domain", "power_w", "price", "host_memory_bytes",
     "host_memory_bytes_per_s", "host_flops_per_s", "disk_bytes", "disk_bytes_per_s",
@@ -39,7 +42,7 @@ class Fact:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """One kind of device: datasheet numbers, no correction.
+    """One kind of device: datasheet or measured numbers, no correction.
 
     Units:  SI. link (within a node), network (out of it) and host link are one direction, per device. Host
             memory, host rates and disk are of the node that the device sits in. price is relative: L20 = 1.
@@ -78,6 +81,16 @@ class Machine:
     def has_rate(self, dtype: str) -> bool:
         """Whether the file has a rate for matrix products in a dtype."""
         return f"flops_per_s.{dtype}" in self.facts
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its rates are what software reached on it, and not a datasheet's."""
+        return self.facts["memory_bytes_per_s"].source.startswith("measured")
+
+    @property
+    def wide_dtype(self) -> str:
+        """What products are computed in when their own dtype has no rate: bfloat16, else float32."""
+        return "bfloat16" if self.has_rate("bfloat16") else "float32"
 
     def flops_per_s(self, dtype: str) -> float:
         """Dense peak rate of matrix products in a dtype.
@@ -174,12 +187,35 @@ def read_machine(path: Path) -> Machine:
         raise ConfigError(f"{path}: name and description must be strings")
     facts = dict(_facts(path, "", data))
     for key in facts:
-        if key not in _REQUIRED + _OPTIONAL:
-            raise ConfigError(f"{path}: {key} is unknown; {nearest(key, _REQUIRED + _OPTIONAL)}")
-    for key in _REQUIRED:
-        if key not in facts:
-            raise ConfigError(f"{path}: {key} is missing; every machine needs {', '.join(_REQUIRED)}")
+        known = REQUIRED + PRODUCT_RATES + _OPTIONAL
+        if key not in known:
+            raise ConfigError(f"{path}: {key} is unknown; {nearest(key, known)}")
+    if absent := missing_facts(facts):
+        raise ConfigError(
+            f"{path}: {absent} is missing; every machine needs {', '.join(REQUIRED)} and that rate"
+        )
     return Machine(name=name, description=description, facts=facts)
+
+
+def missing_facts(facts: Iterable[str]) -> str | None:
+    """The first number that every machine needs and this one lacks; None when all are there."""
+    have = set(facts)
+    for key in REQUIRED:
+        if key not in have:
+            return key
+    return None if have & set(PRODUCT_RATES) else " or ".join(PRODUCT_RATES)
+
+
+def dump_machine(machine: Machine, notes: Iterable[str] = ()) -> str:
+    """The text that `read_machine` reads; notes become comments at its head."""
+    lines = [f"# {note}".rstrip() for note in notes]
+    # JSON's strings are TOML's, too.
+    lines += [f"name = {json.dumps(machine.name)}", f"description = {json.dumps(machine.description)}", ""]
+    lines += [
+        f"{key} = {{ value = {fact.value!r}, source = {json.dumps(fact.source)} }}"
+        for key, fact in machine.facts.items()
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _facts(path: Path, prefix: str, table: Mapping[str, Any]) -> list[tuple[str, Fact]]:

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "bandwidth.hpp"
 #include "linear.hpp"
 #include "team.hpp"
 
@@ -27,6 +28,12 @@ std::vector<const LevelTable*> levels_here() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2_level());
 #endif
   return found;
+}
+
+int check_threads(int num_threads) {
+  if (num_threads < 1 || num_threads > 1024)
+    throw std::invalid_argument("num_threads must be in 1 to 1024, got " + std::to_string(num_threads));
+  return num_threads;
 }
 
 // Kernels of one level with threads of their own.
@@ -73,12 +80,6 @@ class Kernels {
     int64_t size;
   };
 
-  static int check_threads(int num_threads) {
-    if (num_threads < 1 || num_threads > 1024)
-      throw std::invalid_argument("num_threads must be in 1 to 1024, got " + std::to_string(num_threads));
-    return num_threads;
-  }
-
   static void check(const Linear& call) {
     const auto fail = [&](const std::string& what) {
       throw std::invalid_argument("linear [" + std::to_string(call.rows) + ", " + std::to_string(call.width) + "] x [" +
@@ -115,6 +116,7 @@ class Kernels {
 
 NB_MODULE(_native, m) {
   using moesaic::Kernels;
+  using moesaic::Reader;
   // A model that is alive when the interpreter ends is no fault: the process gives everything back.
   nb::set_leak_warnings(false);
   m.doc() = "Native CPU kernels; see moesaic.kernels.native.ops.";
@@ -128,4 +130,11 @@ NB_MODULE(_native, m) {
       .def("linear", &Kernels::linear, nb::call_guard<nb::gil_scoped_release>(), nb::arg("x"), nb::arg("weight"),
            nb::arg("y"), nb::arg("rows"), nb::arg("columns"), nb::arg("width"), nb::arg("stride"), nb::arg("shards"),
            nb::arg("is_bfloat16"), nb::arg("is_float32_out"));
+  nb::class_<Reader>(m, "Reader")
+      .def("__init__", [](Reader* self, uintptr_t address, int64_t num_bytes, int num_threads) {
+        new (self) Reader(address, num_bytes, moesaic::check_threads(num_threads));
+      }, nb::arg("address"), nb::arg("num_bytes"), nb::arg("num_threads"))
+      .def("touch", &Reader::touch, nb::call_guard<nb::gil_scoped_release>())
+      .def("read", &Reader::read, nb::call_guard<nb::gil_scoped_release>())
+      .def("checksum", &Reader::checksum);
 }
