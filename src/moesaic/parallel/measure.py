@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -45,7 +46,8 @@ def measure(told: Mapping[str, Any], say: Say) -> dict[str, Any]:
 
 
 def _in_processes(world: int, sizes: list[int], budget_s: float) -> list[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
+    # Forked ranks have torch already, whose import is most of what a new process would do.
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     found: SimpleQueue[list[dict[str, Any]]] = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{Path(folder) / 'ranks'}"
@@ -58,13 +60,14 @@ def _in_processes(world: int, sizes: list[int], budget_s: float) -> list[dict[st
         while found.empty() and all(process.exitcode in (None, 0) for process in ranks):
             time.sleep(0.05)
         failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
+        readings = [] if failed else found.get()
         for process in ranks:
             if failed:
                 process.kill()
             process.join()
     if failed:
         raise MoesaicError(f"process {failed[0]} of {world} ended before it had measured anything")
-    return found.get()
+    return readings
 
 
 def _rank(

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from moesaic.cost.roofline import compute_dtype
 from moesaic.errors import ConfigError
-from moesaic.spec.hardware import MACHINES, cluster, machine, read_machine
+from moesaic.spec.hardware import MACHINES, cluster, dump_machine, machine, read_machine
 
 GOOD = """
 name = "box"
@@ -49,7 +51,10 @@ def test_unknown_machine_names_the_nearest() -> None:
         (("1e12", "inf"), "value must be a number above 0"),
         (('1e12, source = "seen"', "1e12"), "has no source"),
         (("memory_bytes_per_s", "memory_bytes_per_sec"), "unknown; did you mean memory_bytes_per_s"),
-        (("flops_per_s.bfloat16", "flops_per_s.float32"), "flops_per_s.bfloat16 is missing"),
+        (
+            ("flops_per_s.bfloat16", "flops_per_s.fp8"),
+            "flops_per_s.bfloat16 or flops_per_s.float32 is missing",
+        ),
         (('{ value = 1e12, source = "seen" }', "3"), "must be a table with value and source"),
         (('name = "box"', "name = 3"), "name and description must be strings"),
         (('name = "box"', "name = "), "not a readable machine file"),
@@ -62,6 +67,28 @@ def test_a_damaged_file_is_refused(tmp_path: Path, change: tuple[str, str], word
     path.write_text(GOOD.replace(*change))
     with pytest.raises(ConfigError, match=words):
         read_machine(path)
+
+
+def test_a_machine_is_written_as_it_is_read(tmp_path: Path) -> None:
+    for name in MACHINES:
+        path = tmp_path / f"{name}.toml"
+        path.write_text(dump_machine(machine(name), ["two", "notes"]))
+        assert read_machine(path) == machine(name)
+    awkward = replace(machine("h100"), description='a "box" \\ of\ttwo')
+    path.write_text(dump_machine(awkward))
+    assert read_machine(path) == awkward
+
+
+def test_products_fall_back_to_the_rate_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "box.toml"
+    path.write_text(GOOD.replace("flops_per_s.bfloat16", "flops_per_s.float32"))
+    wide, both = read_machine(path), machine("h100")
+    assert (wide.wide_dtype, compute_dtype("bfloat16", wide), compute_dtype("int4", wide)) == ("float32",) * 3
+    assert (both.wide_dtype, compute_dtype("int4", both), compute_dtype("fp8", both)) == (
+        "bfloat16",
+        "bfloat16",
+        "fp8",
+    )
 
 
 def test_clusters_and_names_that_hold_an_x() -> None:
