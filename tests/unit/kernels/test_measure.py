@@ -133,6 +133,7 @@ def test_a_drive_is_read_and_left_as_it_was(
 @needs_drive
 def test_pieces_are_the_bytes_that_were_written(tmp_path: Path) -> None:
     store = disk.Store(str(tmp_path), 16 * MIB, 60.0)
+    assert list(tmp_path.iterdir()) == []
     rng = np.random.default_rng(0)
     written = rng.bytes(disk.BLOCK_BYTES) + rng.bytes(disk.BLOCK_BYTES)
     into = mmap.mmap(-1, MIB)

@@ -1,6 +1,6 @@
 """How fast a drive is read past the page cache: in a run, and in pieces of an expert's size at random.
 
-Writes a file of random bytes that has no name by the time it is read, so nothing is left behind. No torch.
+Writes a file of random bytes that has lost its name by then, so nothing is left behind. No torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class Store:
-    """A file to read pieces of, by one buffer a reader."""
+    """A file without a name to read pieces of: the system takes it back however this program ends."""
 
     def __init__(self, folder: str, max_bytes: int, budget_s: float) -> None:
         """Writes whole blocks until `max_bytes` or until the budget is spent, two blocks at least.
@@ -35,8 +35,14 @@ class Store:
         Raises: OSError when the folder cannot be written or is full.
         """
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".moesaic-calibrate-") as file:
-            self.num_bytes = _fill(file.fileno(), max_bytes, budget_s)
-            self.fd, self.way = _open_uncached(file.name)
+            writer, plain = os.open(file.name, os.O_WRONLY), os.open(file.name, os.O_RDONLY)
+            direct = _open_direct(file.name)
+        self.num_bytes = _fill(writer, max_bytes, budget_s)
+        os.close(writer)
+        self.fd, self.way = plain, "posix_fadvise(DONTNEED)"
+        if direct is not None and _can_read(direct):
+            self.fd, self.way = direct, "O_DIRECT"
+        self._opened = [fd for fd in (plain, direct) if fd is not None]
 
     def read(self, start: int, into: mmap.mmap) -> None:
         """Fill a buffer from a place that is a multiple of the page size.
@@ -59,7 +65,8 @@ class Store:
 
     def close(self) -> None:
         """Give the space back."""
-        os.close(self.fd)
+        for fd in self._opened:
+            os.close(fd)
 
 
 def measure(told: Mapping[str, Any], say: Say) -> dict[str, Any]:
@@ -150,18 +157,25 @@ def _fill(fd: int, max_bytes: int, budget_s: float) -> int:
     return num_bytes
 
 
-def _open_uncached(name: str) -> tuple[int, str]:
-    """A descriptor that reads past the page cache, and by which way."""
-    if hasattr(os, "O_DIRECT"):
+def _open_direct(name: str) -> int | None:
+    """A descriptor that reads past the page cache; None where the system or the file system has none."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        return os.open(name, os.O_RDONLY | os.O_DIRECT)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+        return None
+
+
+def _can_read(fd: int) -> bool:
+    """Whether reads through a descriptor work too: some file systems refuse them and not the opening."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as probe:
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_DIRECT)
-            with mmap.mmap(-1, mmap.PAGESIZE) as probe:
-                os.preadv(fd, [probe], 0)
-            return fd, "O_DIRECT"
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise
-    return os.open(name, os.O_RDONLY), "posix_fadvise(DONTNEED)"
+            return os.preadv(fd, [probe], 0) > 0
+        except OSError:
+            return False
 
 
 if __name__ == "__main__":
