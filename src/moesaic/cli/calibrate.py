@@ -33,7 +33,7 @@ def calibrate_command(
     force: Annotated[bool, typer.Option("--force", help="Write over an existing file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure this machine: memory, matrix products, collectives, disk; a machine file comes out."""
+    """Measure this machine, and write its machine file."""
     ask = CalibrationAsk(output=output, name=name, seconds=seconds, disk=disk, is_overwriting=force)
     found = calibrate(ask, _show)
     typer.echo(json.dumps(found.to_json(), indent=2, allow_nan=False) if as_json else render(found))

@@ -41,7 +41,7 @@ VERBS = (
     Verb(
         "calibrate",
         "moesaic.cli.calibrate:calibrate_command",
-        "Measure this machine, and write a machine file for fit and plan.",
+        "Measure this machine, and write its machine file.",
     ),
     Verb(
         "accuracy",
