@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 def test_every_collective_of_two_processes(tmp_path: Path) -> None:
     told = {
-        "result": str(tmp_path / "collectives.json"), "worlds": [2], "sizes": [64, 65536], "budget_s": 0.2
+        "result": str(tmp_path / "collectives.json"), "worlds": [2], "sizes": [64, 65536], "budget_s": 0.05
     }  # fmt: skip
     found = run_program("moesaic.parallel.measure", "collectives", tmp_path, told, print, timeout_s=120)
     cases = [(row["case"]["op"], row["case"]["processes"], row["case"]["bytes"]) for row in found["readings"]]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesaic.audit import calibrate as verb
@@ -98,6 +98,7 @@ def measured(tmp_path: Path, **ask: Any) -> Measured:
     return calibrate(CalibrationAsk(output=tmp_path / "box.toml", **ask), said)
 
 
+@settings(max_examples=25)
 @given(st.floats(1e-6, 1e-1), st.floats(1e6, 1e12))
 def test_alpha_and_beta_are_recovered_exactly(alpha: float, beta: float) -> None:
     line = fit_line(SIZES, [alpha + size / beta for size in SIZES])

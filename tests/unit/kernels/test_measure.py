@@ -55,7 +55,7 @@ def test_the_native_loop_refuses_what_it_cannot_read_whole() -> None:
 def test_memory_by_threads_and_pages(monkeypatch: pytest.MonkeyPatch, has_native: bool) -> None:
     if not has_native:
         monkeypatch.setattr(native, "module", lambda: None)
-    found = memory.measure({"buffer_bytes": 4 * MIB, "num_threads": 2, "budget_s": 0.02}, say)
+    found = memory.measure({"buffer_bytes": 4 * MIB, "num_threads": 2, "budget_s": 0.01}, say)
     cases = [row["case"] for row in found["readings"]]
     pages = ["normal"] if found["missing"] else ["normal", "huge"]
     assert [(case["threads"], case["pages"]) for case in cases] == [
@@ -80,7 +80,7 @@ def test_thread_counts_end_with_all() -> None:
     assert [memory.thread_counts(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
-TINY = {"num_threads": 1, "cycle_bytes": 1, "experts": {"tiny": (64, 32)}, "rows": (1, 3), "budget_s": 0.2}
+TINY = {"num_threads": 1, "cycle_bytes": 1, "experts": {"tiny": (64, 32)}, "rows": (1, 3), "budget_s": 0.02}
 
 
 def test_products_by_every_library_that_is_here() -> None:
@@ -123,7 +123,7 @@ def test_a_drive_is_read_and_left_as_it_was(
 ) -> None:
     if not has_direct:
         monkeypatch.delattr(os, "O_DIRECT", raising=False)
-    found = disk.measure({"folder": str(tmp_path), "max_bytes": 16 * MIB, "budget_s": 0.1}, say)
+    found = disk.measure({"folder": str(tmp_path), "max_bytes": 16 * MIB, "budget_s": 0.02}, say)
     assert [row["case"]["order"] for row in found["readings"]] == ["sequential"] + ["random"] * 4
     ways = {row["case"]["way"] for row in found["readings"]}
     assert ways <= ({"O_DIRECT", "posix_fadvise(DONTNEED)"} if has_direct else {"posix_fadvise(DONTNEED)"})
