@@ -93,13 +93,18 @@ def _read_meminfo(proc: Path) -> tuple[int, int, str]:
 
 
 def _read_memory_limit(folder: Path) -> tuple[int | None, int | None]:
-    """(limit, what is left of it) of one cgroup of either version; page cache not used lately is left."""
+    """(limit, what is left of it) of one cgroup of either version; page cache is left, as in MemAvailable.
+
+    Also what was used lately: of a checkpoint that was read twice nothing has to stay.
+    """
     limit = _number(_text(folder / "memory.max")) or _number(_text(folder / "memory.limit_in_bytes"))
     if limit is None or limit >= _UNLIMITED_BYTES:
         return None, None
     used = _number(_text(folder / "memory.current")) or _number(_text(folder / "memory.usage_in_bytes")) or 0
     stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
-    cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    cache = sum(
+        int(stat.get(f"total_{name}", stat.get(name, 0))) for name in ("inactive_file", "active_file")
+    )
     return limit, limit - max(used - cache, 0)
 
 

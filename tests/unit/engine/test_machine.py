@@ -37,7 +37,7 @@ def test_version_2_limits_count_idle_page_cache_as_free(roots):
     proc, cgroup = roots
     write(cgroup / "memory.max", f"{8 * GB}\n")
     write(cgroup / "memory.current", f"{5 * GB}\n")
-    write(cgroup / "memory.stat", f"anon {3 * GB}\ninactive_file {GB}\n")
+    write(cgroup / "memory.stat", f"anon {3 * GB}\ninactive_file {GB // 4}\nactive_file {3 * GB // 4}\n")
     write(cgroup / "cpu.max", "150000 100000\n")
     machine = read_machine(proc=proc, cgroup=cgroup)
     assert machine.total_bytes == 8 * GB
