@@ -121,6 +121,55 @@ def test_wrong_fields_of_a_completion(server: Server, fields: dict[str, Any], pa
 
 
 @pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be at least 0, got -0.1"),
+        ({"top_p": 0}, "top_p must be above 0, got 0"),
+        ({"logprobs": 21}, "logprobs must be at most 20, got 21"),
+        ({"max_tokens": "5"}, "max_tokens must be a whole number, got '5'"),
+        ({"n": 1.5}, "n must be a whole number, got 1.5"),
+        ({"temperature": "1"}, "temperature must be a number, got '1'"),
+        ({"stream": "true"}, "stream must be true or false, got 'true'"),
+        ({"stop": [""]}, "stop[0] must be a text of at least 1 characters, got ''"),
+        ({"stop": [1]}, "stop[0] must be a text, got 1"),
+        ({"stop": ["a"] * 65}, "stop must be a list of at most 64, got ["),
+        ({"logit_bias": [1]}, "logit_bias must be a JSON object, got [1]"),
+        ({"stream_options": 5}, "stream_options must be a JSON object, got 5"),
+        ({"response_format": {}}, "response_format must be an object with the key 'type', got {}"),
+        (
+            {"response_format": {"type": "xml"}},
+            "object whose 'type' is one of 'text', 'json_object', 'json_sch",
+        ),
+        ({"temperature": 10**400}, "temperature must be a number, got 1"),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_told_with_its_rule(server: Server, fields: dict[str, Any], message: str) -> None:
+    assert message in refused(server, "/v1/completions", PROMPT | fields)["message"]
+
+
+def test_a_wrong_role_and_a_wrong_query_are_told_with_their_rules(server: Server) -> None:
+    error = refused(server, "/v1/chat/completions", {"messages": [{"role": "robot", "content": "x"}]})
+    expected = "messages[0].role must be 'system', 'developer', 'user' or 'assistant', got 'robot'"
+    assert error["message"] == expected
+    for value, rule in (("x", "a number"), ("0", "above 0"), ("nan", "a finite number")):
+        answer = server.client.get("/v1/internal/experts", params={"window_s": value})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == f"window_s must be {rule}, got '{value}'"
+
+
+def test_unknown_query_parameters_are_refused_by_name(server: Server) -> None:
+    answer = server.client.get("/v1/internal/experts", params={"window": 5})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "unknown query parameter 'window'; did you mean window_s?"
+    error = refused(server, "/v1/completions?stream=true", PROMPT)
+    assert error["message"] == "unknown query parameter 'stream'; this path takes none"
+    assert error["param"] == "stream"
+    for path in ("/health?probe=1", "/ready?x=y", "/v1/models?api-version=2024-10-21", "/metrics?name[]=up"):
+        assert server.client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
     "prompt",
     [None, 5, {}, [], [[]], [""] * 129, ["a", 1], [True], [1.0], [-1], [380], [[5], [380]], [1, [2]]],
 )

@@ -18,7 +18,7 @@ from moesaic.engine.client import EngineClient
 from moesaic.errors import Overloaded
 from moesaic.log import get_logger
 from moesaic.obs.metrics import CONTENT_TYPE, Metrics
-from moesaic.server.body import parse_body, read_body
+from moesaic.server.body import parse_body, query_error, read_body
 from moesaic.server.choice import Delta
 from moesaic.server.expert_report import expert_report
 from moesaic.server.generation import Runner, until_gone
@@ -195,9 +195,7 @@ class Api:
                     headers=error.headers or {},
                 )
             case RequestValidationError():
-                first = error.errors()[0]
-                name = str(first["loc"][-1])
-                problem = Problem(status=400, message=f"{name}: {first['msg']}", param=name)
+                problem = problem_of(query_error(error.errors()[0]))
             case Overloaded():
                 problem = problem_of(
                     error, is_draining=self.is_draining or not self.engine.snapshot().is_ready

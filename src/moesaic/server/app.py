@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -15,7 +15,8 @@ from moesaic import __version__
 from moesaic.engine.client import EngineClient
 from moesaic.errors import MoesaicError
 from moesaic.server.api import Api
-from moesaic.server.middleware import Gate, Journal
+from moesaic.server.body import check_query
+from moesaic.server.middleware import OPEN_PATHS, Gate, Journal
 from moesaic.server.openapi import MAX_TOKENS_HEADER, ErrorBody, body_of, install_schemas, streamed
 from moesaic.server.protocol import (
     ChatBody,
@@ -64,7 +65,9 @@ def create_app(
     app.state.api = api
     for method, path, endpoint, extra in _routes(api):
         responses = {**_ERRORS, **extra.pop("responses", {})}
-        app.add_api_route(path, endpoint, methods=[method], responses=responses, **extra)
+        # Probes are asked with whatever their senders add.
+        checks = [] if path in OPEN_PATHS else [_query_check(_QUERIES.get(path, ()))]
+        app.add_api_route(path, endpoint, methods=[method], responses=responses, dependencies=checks, **extra)
     install_schemas(
         app, [CompletionBody, ChatBody, TokenizeBody, TokenizeChatBody, DetokenizeBody, ChatChunk]
     )
@@ -94,6 +97,20 @@ def create_app(
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 415, 429, 500, 503)
 }
+
+
+_QUERIES: Mapping[str, tuple[str, ...]] = {
+    "/metrics": ("name[]",),
+    "/v1/internal/experts": ("window_s",),
+}
+"""Parameters that a path's function reads; no other path has any."""
+
+
+def _query_check(known: tuple[str, ...]) -> Any:
+    def check(request: Request) -> None:
+        check_query(request, known)
+
+    return Depends(check)
 
 
 def _routes(api: Api) -> list[tuple[str, str, Callable[..., Any], dict[str, Any]]]:

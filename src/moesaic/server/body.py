@@ -6,7 +6,7 @@ import asyncio
 import json
 import reprlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn, TypeVar
 
@@ -16,7 +16,9 @@ from starlette.requests import ClientDisconnect
 
 from moesaic.errors import RequestError, nearest
 from moesaic.server.problem import ClientLeftError, HttpError, Problem
+from moesaic.server.rules import rule_of
 
+HARMLESS_QUERY = frozenset(["api-version"])
 MAX_DEPTH = 64  # of nested lists and objects
 _M = TypeVar("_M", bound=BaseModel)
 _SHORT = reprlib.Repr()  # 30 characters of a text, a few entries of a list
@@ -143,8 +145,24 @@ def _first_error(error: ValidationError, model: type[BaseModel]) -> RequestError
         return RequestError(f"unknown field {_path([*path, name])}", param=param)
     if first["type"] == "missing":
         return RequestError(f"{where} is required", param=param)
-    message = str(cause) if isinstance(cause, ValueError) else first["msg"][:1].lower() + first["msg"][1:]
-    return RequestError(f"{where}: {message}, got {_SHORT.repr(first['input'])}", param=param)
+    return RequestError(f"{where}{rule_of(first)}, got {_SHORT.repr(first['input'])}", param=param)
+
+
+def check_query(request: Request, known: Collection[str]) -> None:
+    """Whether the query has no parameter but those, and the one that Azure's clients send with every call.
+
+    Raises: RequestError naming the first that it should not have: it would change nothing.
+    """
+    for name in request.query_params:
+        if name not in known and name not in HARMLESS_QUERY:
+            listed = f"{nearest(name, known)}" if known else "this path takes none"
+            raise RequestError(f"unknown query parameter {_SHORT.repr(name)}; {listed}", param=name)
+
+
+def query_error(error: Mapping[str, Any]) -> RequestError:
+    """A complaint of FastAPI about a query parameter or a part of the path."""
+    name = str(error["loc"][-1])
+    return RequestError(f"{name}{rule_of(error)}, got {_SHORT.repr(error['input'])}", param=name)
 
 
 @cache
