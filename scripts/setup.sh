@@ -48,8 +48,11 @@ free_kb=$(df -Pk . | awk 'NR==2 {print $4}')
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input "$@"; }
+echo "Installing torch $torch and what it needs: minutes, without a word from pip ..." >&2
 pip install --quiet "torch==$torch" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
+echo "Installing moesaic[$what] and building its native kernels: about a minute ..." >&2
 pip install --quiet -e ".[$what]" "torch==$torch"
+echo "Installed." >&2
 rm -f .venv/.installed-"$what"-*
 touch "$stamp"
 [ "$what" = server ] || touch "${stamp/installed-test/installed-server}" # the test extra contains the server's
