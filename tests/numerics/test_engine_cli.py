@@ -1,6 +1,7 @@
 """`moesaic generate` and `moesaic bench throughput` on a tiny checkpoint."""
 
 import json
+import os
 from pathlib import Path
 
 import checkpoints
@@ -65,6 +66,12 @@ def test_an_empty_prompt_needs_a_bos(folder, tmp_path):
     result = invoke("generate", "demo", "--prompt", "", "--max-tokens", 2, "--json", "--threads", 1)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["num_prompt_tokens"] == 1
+
+
+def test_a_prompt_that_is_no_utf8_is_told_in_plain_words():
+    result = invoke("generate", "demo", "--prompt", os.fsdecode(b"bad \xff"))
+    assert isinstance(result.exception, ConfigError)
+    assert "--prompt is not UTF-8 text (byte 4)" in str(result.exception)
 
 
 def test_generate_names_a_model_without_weights():

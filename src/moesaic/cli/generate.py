@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -51,7 +52,7 @@ def generate_command(
 ) -> None:
     """Continue a prompt on the terminal."""
     stated = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    folder = locate(model, hub=read_hub_cache()).weights_folder()
+    folder = locate(model, hub=read_hub_cache(), needs_weights=True).weights_folder()
     sampling = SamplingDefaults.load(folder).params(
         **{name: value for name, value in stated.items() if value is not None},
         seed=seed,
@@ -80,7 +81,12 @@ def generate_command(
 
 def _read_prompt(prompt: str | None) -> str:
     if prompt is not None:
-        return prompt
+        try:
+            return os.fsencode(prompt).decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"--prompt is not UTF-8 text (byte {error.start}): convert it, or pipe it in as UTF-8"
+            ) from error
     if sys.stdin.isatty():
         raise ConfigError("no prompt: give --prompt TEXT, or pipe a text into standard input")
     try:

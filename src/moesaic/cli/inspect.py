@@ -96,7 +96,8 @@ def render(found: Inspection) -> str:
     lines += [_row("note", note) for note in found.notes]
     if found.runnable:
         # Of a folder only headers were read: whether its weights are whole is verify's question.
-        lines.append(_row("runs", "yes" if found.checkpoint is None else "yes; verify reads the weights"))
+        seen = f"; only headers were read here, `moesaic verify {found.name}` reads and runs the weights"
+        lines.append(_row("runs", "yes" + (seen if found.checkpoint is not None else "")))
     else:
         lines.append(_row("runs", "no"))
         lines += [f"    {reason}" for reason in found.reasons]

@@ -79,7 +79,7 @@ def serve_command(
     _configure_log(log_style)
     if generation_config not in ("auto", "none"):
         raise ConfigError(f"--generation-config must be auto or none, got {generation_config!r}")
-    located = locate(model, hub=read_hub_cache())
+    located = locate(model, hub=read_hub_cache(), needs_weights=True)
     folder = located.weights_folder()
     settings = ServerSettings(
         model_name=served_model_name if served_model_name is not None else located.short_name,

@@ -48,7 +48,7 @@ class LLM:
 
         Raises: ConfigError for the path, and naming the nearest option; what `start_engine` raises.
         """
-        folder = locate(str(path), hub=read_hub_cache()).weights_folder()
+        folder = locate(str(path), hub=read_hub_cache(), needs_weights=True).weights_folder()
         config = EngineConfig.parse(str(folder), options)
         self.defaults = SamplingDefaults.load(folder)
         has_tokenizer = (folder / "tokenizer.json").is_file()

@@ -73,6 +73,7 @@ class Engine:
         self._span_s = {span.name: 0.0 for span in SPANS}
         self._is_draining = False
         self._is_closing = False
+        self._missed_s: float | None = None  # the time-out of a drain that left requests
         self._end: str | None = None  # why the loop ended
         self._thread = threading.Thread(target=self._run, name="moesaic-engine", daemon=False)
 
@@ -146,7 +147,9 @@ class Engine:
         """Refuse new requests and wait for the running ones; False when some were left at the time-out."""
         with self._lock:
             self._is_draining = True
-            return self._lock.wait_for(lambda: not self._owners and not self._is_telling, timeout_s)
+            has_drained = self._lock.wait_for(lambda: not self._owners and not self._is_telling, timeout_s)
+            self._missed_s = None if has_drained else timeout_s
+            return has_drained
 
     def close(self) -> None:
         """Stop after the step that is running; unfinished requests end with finish_reason 'error'."""
@@ -168,6 +171,9 @@ class Engine:
             _log.exception("the engine loop failed: every request ends, the engine is no longer ready")
             end = f"the engine failed: {type(error).__name__}: {error}"
         with self._lock:
+            if self._is_closing and self._missed_s is not None:
+                allowed = f"{self._missed_s:g} s"
+                end = f"the request did not end within the drain time-out of {allowed}: send it again"
             self._end = end
             left = [RequestEvent(request_id=i, finish_reason="error", error=end) for i in self._owners]
             events = [*self._take_outbox(), *left]
@@ -246,7 +252,8 @@ class Engine:
             if ids and not (min(ids) >= 0 and max(ids) < vocab):
                 wrong = next(i for i in ids if not 0 <= i < vocab)
                 raise RequestError(
-                    f"token id {wrong} in {param} is not one of the model's {vocab} (0 to {vocab - 1})",
+                    f"token id {wrong} in {param} is not one of the model's {vocab} (0 to {vocab - 1})"
+                    + ("; if it came from a text, tokenizer.json is another model's" * (param == "prompt")),
                     param=param,
                 )
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(request.eos_token_ids))

@@ -6,6 +6,7 @@ the original. Any other is read by the usual keys, which the spec then says.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -80,7 +81,10 @@ def read_spec(file: Gguf) -> ModelSpec:
     """
     facts = Facts(file)
     config = _drop_absent(_common(facts) | EXACT.get(facts.arch, _generic)(facts))
-    spec = read_config(config, name=str(file.path))
+    try:
+        spec = read_config(config, name=str(file.path))
+    except ConfigError as error:
+        raise ConfigError(_in_gguf_words(str(error), facts)) from error
     if spec.reader == "generic":
         spec = replace(
             spec,
@@ -145,6 +149,53 @@ _COMPONENTS: tuple[tuple[str, Component], ...] = (
 def _drop_absent(config: Config) -> Config:
     """Absent keys take the defaults of the class; an absent low rank of queries means that there is none."""
     return {key: value for key, value in config.items() if value is not None or key == "q_lora_rank"}
+
+
+_GGUF_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "hidden_size": "embedding_length",
+        "num_hidden_layers": "block_count",
+        "num_attention_heads": "attention.head_count",
+        "num_key_value_heads": "attention.head_count_kv",
+        "head_dim": "attention.key_length",
+        "intermediate_size": "feed_forward_length",
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "context_length",
+        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+        "rope_theta": "rope.freq_base",
+        "num_experts": "expert_count",
+        "num_local_experts": "expert_count",
+        "n_routed_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "n_shared_experts": "expert_shared_count",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+        "routed_scaling_factor": "expert_weights_scale",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "num_nextn_predict_layers": "nextn_predict_layers",
+        "q_lora_rank": "attention.q_lora_rank",
+        "kv_lora_rank": "attention.kv_lora_rank",
+        "qk_rope_head_dim": "rope.dimension_count",
+        "v_head_dim": "attention.value_length",
+        "sliding_window": "attention.sliding_window",
+        "clip_qkv": "attention.clamp_kqv",
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+)
+"""Where the metadata holds what a config calls otherwise, for messages."""
+
+
+def _in_gguf_words(message: str, facts: Facts) -> str:
+    """A complaint about a config, with the keys that the file itself has."""
+    where, _, text = message.partition(": ")
+    for key, name in _GGUF_KEYS.items():
+        text = re.sub(rf"\b{key}\b", f"{facts.arch}.{name}", text)
+    return f"{where}: {text}"
 
 
 def _common(facts: Facts) -> Config:

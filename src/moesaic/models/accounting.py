@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from moesaic.errors import CheckpointError
+from moesaic.errors import CheckpointError, ConfigError
 from moesaic.kernels import mxfp4
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.names import Keys, PerExpert, Row, Stacked, Unused, WeightMap
 from moesaic.models.parameter import Half, Shape, layer_parameters, norm_parameters
+from moesaic.spec.families import assumed_sizes
+from moesaic.spec.locate import read_json_object
 from moesaic.spec.model import ModelSpec, MoeSpec
 
 _SHOWN = 5  # names in one error message
@@ -116,6 +118,13 @@ def survey(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Survey:
 
     Raises: CheckpointError for a tensor of another shape or dtype, and for experts on one side only.
     """
+    try:
+        return _survey(checkpoint, spec, names)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_assumed(checkpoint)}") from error
+
+
+def _survey(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Survey:
     names = names.of(checkpoint.names)
     missing: list[str] = []
     fillings = [*_model_fillings(spec, names), *_layer_fillings(checkpoint, spec, names)]
@@ -279,7 +288,25 @@ def _explain(checkpoint: Checkpoint, spec: ModelSpec, missing: list[str], unknow
         what = f"has more layers than the {len(spec.layers)} of its config.json ({spec.model_type})"
     else:
         what = f"does not match its config.json ({spec.model_type})"
-    return f"{checkpoint.path} {what}: {'; '.join(parts)}. Take config.json and weights from the same source"
+    return (
+        f"{checkpoint.path} {what}: {'; '.join(parts)}. Take config.json and weights from the same source"
+        + _assumed(checkpoint)
+    )
+
+
+def _assumed(checkpoint: Checkpoint) -> str:
+    """A clause on the sizes that config.json leaves out, which may be why it does not match."""
+    path = checkpoint.path / "config.json"
+    try:
+        sizes = assumed_sizes(read_json_object(path), name=str(path))
+    except ConfigError:
+        return ""  # the spec was made without this file
+    if not sizes:
+        return ""
+    listed = ", ".join(f"{key} = {size}" for key, size in sizes.items())
+    return (
+        f". config.json leaves out sizes; its model_type's were taken ({listed}): write the model's own there"
+    )
 
 
 def _few(keys: list[str]) -> str:

@@ -70,11 +70,15 @@ class Located:
         return self.path
 
 
-def locate(name_or_path: str, *, hub: Path | None = None) -> Located:
+WEIGHTS_HINT = "give a model folder, which holds config.json and safetensors files"
+
+
+def locate(name_or_path: str, *, hub: Path | None = None, needs_weights: bool = False) -> Located:
     """The config of a path that exists, else of a cached repository, else of a preset; `demo` is packaged.
 
     `hub` is the Hugging Face cache, in which ORG/NAME and ORG/NAME@REVISION are looked up; None: nowhere.
     Preset names do not depend on case; the repository name of a model, with or without its owner, is one.
+    `needs_weights` is for whoever runs the model: a name that is nowhere is then told what would be one.
 
     Raises: ConfigError naming what is missing or damaged and the next step.
     """
@@ -88,12 +92,16 @@ def locate(name_or_path: str, *, hub: Path | None = None) -> Located:
             raise refuse_gguf(path)
         return Located(kind="config_file", name=str(path), path=path, config=read_json_object(path))
     if not name_or_path or name_or_path[0] in "./~" or path.suffix == ".json":
+        hint = "give a model folder, a config.json, or a preset such as deepseek-v3"
         raise ConfigError(
-            f"no such file or folder: {name_or_path[:200]!r}; give a model folder, a config.json, or a "
-            "preset such as "
-            f"deepseek-v3"
+            f"no such file or folder: {name_or_path[:200]!r}; {WEIGHTS_HINT if needs_weights else hint}"
         )
     repo = parse_repo(name_or_path)
+    if needs_weights and repo is None and name_or_path.lower() not in preset_names():
+        raise ConfigError(
+            f"no folder here is called {name_or_path[:80]!r}; {WEIGHTS_HINT}, demo, or ORG/NAME of the "
+            "Hugging Face cache"
+        )
     if repo is None or hub is None:
         return preset(name_or_path)
     snapshot = find_snapshot(repo, hub)
@@ -121,8 +129,7 @@ def preset(name: str) -> Located:
         hint = nearest(short[:80], (known for known in names if "/" not in known))
         raise ConfigError(
             f"no folder, file or preset is called {name[:80]!r} ({hint}); a model of your own is a folder "
-            "with "
-            f"{CONFIG_FILE} in it"
+            f"with {CONFIG_FILE} in it"
         )
     data = _read_preset(stem)
     return Located(kind="preset", name=stem, path=None, config=data["config"])

@@ -191,6 +191,20 @@ def test_close_ends_everything_with_error(make_engine):
     engine.cancel("a")
 
 
+def test_what_a_drain_left_is_told_how_long_it_had(make_engine):
+    executor = Executor()
+    engine, sink = make_engine(executor), Sink()
+    executor.gate.clear()
+    engine.submit(make_request("a", [1, 2], ignore_eos=True), sink.take)
+    assert executor.started.wait(10)
+    assert not engine.drain(0.05)
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    executor.gate.set()
+    closer.join(10)
+    assert "within the drain time-out of 0.05 s: send it again" in (sink.end("a").error or "")
+
+
 def test_a_failing_step_ends_everything_and_is_reported(make_engine, caplog):
     engine, sink = make_engine(Executor(fail_at=3)), Sink()
     for i in range(5):

@@ -20,7 +20,7 @@ from moesaic.account.memory import kv_footprint
 from moesaic.account.params import count_params
 from moesaic.audit.inspect import dump_json, inspect
 from moesaic.cli.inspect import render
-from moesaic.errors import CheckpointError, MoesaicError
+from moesaic.errors import CheckpointError, ConfigError, MoesaicError
 from moesaic.interop.gguf import MAX_KEPT, Omitted, read_gguf
 from moesaic.interop.gguf_config import EXACT, read_spec
 from moesaic.spec.families import read_config
@@ -105,6 +105,24 @@ def test_an_unknown_architecture_is_read_by_the_usual_keys(tmp_path: Path) -> No
     found = inspect(str(write_gguf(tmp_path / "x.gguf", metadata_of("newmoe", TINY), TENSORS)))
     assert (found.reader, found.model_type, found.num_experts) == ("generic", "newmoe", 8)
     assert any("newmoe is read by the usual keys" in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"olmoe.embedding_length": None}, r"x.gguf: olmoe.embedding_length is missing"),
+        ({"olmoe.expert_used_count": 9}, r"olmoe.expert_used_count must be at most olmoe.expert_count \(8\)"),
+        ({"olmoe.block_count": 0}, r"olmoe.block_count must be between 1 and"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_told_with_the_key_of_the_file(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    metadata = metadata_of("olmoe", TINY) | {"olmoe.vocab_size": 64} | change
+    given = {key: value for key, value in metadata.items() if value is not None}
+    with pytest.raises(ConfigError, match=words):
+        inspect(str(write_gguf(tmp_path / "x.gguf", given, {})))
 
 
 def test_split_files_are_one(tmp_path: Path) -> None:

@@ -70,6 +70,18 @@ def test_an_unknown_tensor_is_an_error_that_names_it(tmp_path: Path) -> None:
         account_of(folder)
 
 
+@pytest.mark.parametrize(
+    ("key", "taken"), [("num_experts", "num_experts = 64"), ("intermediate_size", "intermediate_size = 2048")]
+)
+def test_sizes_that_the_config_leaves_out_are_named(tmp_path: Path, key: str, taken: str) -> None:
+    config = CONFIGS["olmoe"]()
+    folder = write_checkpoint(tmp_path, config)
+    del config[key]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"config.json leaves out sizes.*\({taken}\)"):
+        account_of(folder)
+
+
 def test_missing_and_unknown_are_told_together(tmp_path: Path) -> None:
     tensors = random_tensors(llama_config())
     tensors["transformer.wte.weight"] = tensors.pop("model.embed_tokens.weight")

@@ -71,6 +71,26 @@ def test_what_is_not_there_is_named_with_the_next_step(name: str, words: str) ->
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "./absent",
+            "no such file or folder: './absent'; give a model folder, which holds config.json and safe",
+        ),
+        (
+            "absent",
+            "no folder here is called 'absent'; give a model folder, which holds config.json and safe",
+        ),
+    ],
+)
+def test_who_needs_weights_hears_of_no_preset(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        locate(name, needs_weights=True)
+    assert "preset" not in str(caught.value)
+    assert locate("mixtral-8x7b", needs_weights=True).kind == "preset", "which then says that it has none"
+
+
 def test_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"has no config.json; a model folder holds config.json, tokenizer.json"

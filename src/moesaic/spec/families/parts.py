@@ -38,13 +38,14 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-SIZES = (
+WEIGHT_SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size",
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
-    "max_position_embeddings", "sliding_window", "kv_lora_rank", "q_lora_rank", "v_head_dim",
-    "qk_nope_head_dim", "qk_rope_head_dim",
+    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "kv_lora_rank",
+    "q_lora_rank", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
 )  # fmt: skip
+"""Sizes that shapes of weights follow from."""
+SIZES = (*WEIGHT_SIZES, "num_experts_per_tok", "max_position_embeddings", "sliding_window")
 RATES = ("rope_theta", "partial_rotary_factor", "routed_scaling_factor")
 """Checked wherever they stand, so that a damaged number is found even where its family does not use it."""
 RUN_ROPES = ("linear", "yarn", "llama3", "longrope", "proportional")

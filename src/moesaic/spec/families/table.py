@@ -12,7 +12,7 @@ from moesaic.spec.families.defaults import DEFAULTS
 from moesaic.spec.families.generic import ALIASES as GENERIC_ALIASES
 from moesaic.spec.families.generic import read_generic
 from moesaic.spec.families.keys import Keys, shorten
-from moesaic.spec.families.parts import Source, check_sizes
+from moesaic.spec.families.parts import WEIGHT_SIZES, Source, check_sizes
 from moesaic.spec.model import ModelSpec
 
 TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -106,13 +106,11 @@ def read_config(config: Mapping[str, Any], *, name: str) -> ModelSpec:
     outer_type = _model_type(config, name, "")
     text, prefix = _text_config(config, name)
     text_type = _model_type(text, name, prefix) if prefix else outer_type
-    for found in (outer_type, text_type):
-        row = FAMILIES.get(_plain_type(found)) if found else None
-        if row is not None and found is not None:
-            break
+    found = _known_type(outer_type, text_type)
     model_type = outer_type or text_type
-    if row is None or found is None:
+    if found is None:
         return _read_unknown(config, text, prefix, model_type, name)
+    row = FAMILIES[_plain_type(found)]
     keys = Keys(
         text, where=name, prefix=prefix, defaults=DEFAULTS[_plain_type(found)], aliases=_aliases(found)
     )
@@ -126,6 +124,28 @@ def read_config(config: Mapping[str, Any], *, name: str) -> ModelSpec:
     if found is not outer_type and outer_type is not None:
         reasons.append(f"{outer_type} around {found}: only the text model is read, and it is not run yet")
     return replace(spec, runnable_reasons=(*reasons, *spec.runnable_reasons))
+
+
+def assumed_sizes(config: Mapping[str, Any], *, name: str) -> Mapping[str, int]:
+    """Sizes that a known family's config leaves out, and what `read_config` took for them: its class's own.
+
+    For whoever finds that the weights have other sizes.
+    """
+    text, prefix = _text_config(config, name)
+    found = _known_type(_model_type(config, name, ""), _model_type(text, name, prefix))
+    if found is None:
+        return {}
+    defaults = DEFAULTS[_plain_type(found)]
+    return {
+        key: defaults[key]
+        for key in WEIGHT_SIZES
+        if isinstance(defaults.get(key), int) and not {key, *ALIASES.get(key, ())} & text.keys()
+    }
+
+
+def _known_type(*model_types: str | None) -> str | None:
+    """The first of them that has a row."""
+    return next((one for one in model_types if one is not None and _plain_type(one) in FAMILIES), None)
 
 
 def _plain_type(model_type: str) -> str:
