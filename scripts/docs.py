@@ -65,6 +65,10 @@ def models_page() -> str:
         lines.append(f"| `{model_type}` | {runs} | `{row.family}` | {row.lacks or '-'} |")
     lines += [
         "",
+        "A longrope (Phi-3.5-MoE) turns by its long factors at every length here, so that a cached key stays",
+        "right when its sequence grows beyond the original length; transformers takes the short ones up to",
+        "there. `serve` says so at its start; `verify` tells transformers to take the long ones.",
+        "",
         "## Presets",
         "",
         "Configs that come with moesaic: `moesaic inspect NAME` counts them without a download. Repository",

@@ -30,13 +30,14 @@ class Oracle:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM
 
+        from moesaic.audit.oracle import take_long_factors
+
         self.model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
         )
         problems = {name: keys for name, keys in info.items() if keys}
         assert not problems, f"transformers does not load the checkpoint whole: {problems}"
-        if self.model.config.model_type == "phimoe":
-            _tell_length(self.model)
+        take_long_factors(self.model)
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> Tensor:
@@ -58,19 +59,6 @@ class Oracle:
             found.append(int(best.indices[0]))
             tokens = torch.tensor([found[-1:]])
         return found, margin
-
-
-def _tell_length(model: Any) -> None:
-    """Let phimoe's longrope know that the prompt is long.
-
-    transformers 5.24 asks for its frequencies without a length and so turns sequences of every length by the
-    short factors, which is neither the paper's rule nor its own of other families.
-    """
-    rope = model.model.rotary_emb
-    if rope.rope_type == "longrope":
-        frequencies = rope.rope_init_fn
-        length = model.config.rope_parameters["original_max_position_embeddings"] + 1
-        rope.rope_init_fn = lambda config: frequencies(config, seq_len=length)
 
 
 def max_difference(folder: Path) -> float:

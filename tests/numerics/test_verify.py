@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,13 +21,14 @@ from checkpoints import CONFIGS, random_tensors, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moesaic.audit import matrix, probe, verify
+from moesaic.audit import matrix, probe, prompts, verify
 from moesaic.audit.child import ChildFailed, ChildKilled, Job, run_child
 from moesaic.audit.verify import Verification, dump_json
 from moesaic.cli.verify import render
 from moesaic.errors import ConfigError, MoesaicError
 from moesaic.kernels.ops import backends
 from moesaic.models.build import load
+from moesaic.spec.families import read_config
 from moesaic.spec.locate import locate
 
 STABLE_KEYS = (
@@ -47,10 +49,10 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
             result = dict(work(job, lambda phase: None))
         except MoesaicError as error:
             result = {"error": str(error)}
-        return json.loads(json.dumps(result | {"peak_rss_bytes": 1}))
+        return json.loads(json.dumps(result | {"peak_rss_bytes": 2, "peak_own_bytes": 1}))
 
     monkeypatch.setattr(verify, "run_child", run)
-    monkeypatch.setattr(verify, "RANDOM_LENGTHS", (5, 40, 90))  # past every window of the test configs
+    monkeypatch.setattr(prompts, "RANDOM_LENGTHS", (5, 40, 90))  # past every window of the test configs
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ LONG = ("gemma4", "granitemoe", "gpt_oss", "llama4", "qwen3_next")
 
 @pytest.mark.parametrize(
     "family",
-    ["olmoe", "deepseek_v3", *(pytest.param(family, marks=pytest.mark.long) for family in LONG)],
+    ["olmoe", "deepseek_v3", "phimoe", *(pytest.param(family, marks=pytest.mark.long) for family in LONG)],
 )
 @pytest.mark.usefixtures("without_matrix")
 def test_families_agree_in_both_dtypes(tmp_path: Path, family: str) -> None:
@@ -87,6 +89,32 @@ def test_families_agree_in_both_dtypes(tmp_path: Path, family: str) -> None:
     assert exact.greedy_agreement == 1.0
     assert len(own.stages) == CONFIGS[family]()["num_hidden_layers"] + 2
     assert all(stage.oracle_median is not None for stage in own.stages)
+
+
+@pytest.mark.usefixtures("without_matrix")
+def test_longrope_is_told_to_take_its_long_factors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path, CONFIGS["phimoe"]())
+    found = run_verify(folder)
+    assert found.failures == ()
+    assert any("told to take the long factors at every length" in note for note in found.notes)
+    monkeypatch.setattr("moesaic.audit.oracle.take_long_factors", lambda model: None)
+    other = run_verify(folder, dtype="float32")
+    assert other.first_differing_layer == 0, "by itself transformers turns otherwise"
+
+
+@pytest.mark.usefixtures("without_matrix")
+def test_a_heavy_checkpoint_gets_less_work_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "find_spec", lambda name: None)
+    monkeypatch.setattr(verify, "HEAVY_BYTES", 1000)
+    monkeypatch.setattr(prompts, "HEAVY_PROMPT", 20)
+    folder = write_checkpoint(tmp_path, CONFIGS["llama"](rope_scaling=None))
+    found = run_verify(folder, num_tokens=None)
+    assert (found.num_tokens, found.num_prompt_tokens) == (8, 5 + 20 + 20)
+    assert any("prompts are cut to 20 tokens" in note for note in found.notes)
+    assert any("8 greedy tokens rather than 32: --tokens asks for more" in note for note in found.notes)
+    assert run_verify(folder, num_tokens=3).num_tokens == 3
 
 
 def change_tensor(folder: Path, other: Path, name: str) -> Path:
@@ -201,6 +229,12 @@ def test_the_matrix_notices_what_it_should(tmp_path: Path, monkeypatch: pytest.M
     assert not matrix.negative_control(model, prompts), "right sums are no negative control"
 
 
+def test_a_request_is_preempted_beside_a_window_wider_than_the_small_pool(tmp_path: Path) -> None:
+    model = load(write_checkpoint(tmp_path, CONFIGS["gpt_oss"](sliding_window=128)), num_threads=1)
+    cell = matrix._preempted(model, [list(range(50, 98))])
+    assert cell.is_equal is True, cell.detail
+
+
 class _nothing:  # noqa: N801 - stands in for a context manager of that spelling
     def __init__(self, ops: object) -> None: ...
     def __enter__(self) -> None: ...
@@ -286,8 +320,26 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
         run_verify(folder, num_tokens=0)
     with pytest.raises(ConfigError, match="dtype 'float16' is unknown"):
         run_verify(folder, dtype="float16")
-    with pytest.raises(ConfigError, match=r"no tokenizer.json, so --prompts"):
+    with pytest.raises(
+        ConfigError, match=r"no tokenizer.json, so the text of --prompts cannot be read: copy"
+    ):
         run_verify(folder, prompts=tmp_path / "prompts.txt")
+
+
+def test_a_tokenizer_of_another_model_is_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, CONFIGS["olmoe"](vocab_size=128), has_tokenizer=True)
+    with pytest.raises(
+        ConfigError, match=r"tokenizer.json makes token id \d+, but .* 128 tokens \(vocab_size\)"
+    ):
+        run_verify(folder)
+
+
+def test_what_no_prompt_reaches_is_told_with_what_helps() -> None:
+    config = CONFIGS["mixtral"](sliding_window=2000, max_position_embeddings=4096)
+    notes = [prompts.reach(read_config(config, name="x"), has_tokenizer=has)[1] for has in (True, False)]
+    assert "no prompt reaches position 2000" in notes[0][0]
+    assert notes[0][0].endswith("begins: use --prompts")
+    assert notes[1][0].endswith("use --prompts, which needs the model's tokenizer.json in the folder")
 
 
 def test_a_child_without_a_result_is_told(tmp_path: Path) -> None:
@@ -295,6 +347,16 @@ def test_a_child_without_a_result_is_told(tmp_path: Path) -> None:
     with pytest.raises(ChildFailed, match=r"the oracle process ended with status 1: .*No module named"):
         run_child("moesaic.audit.absent", "oracle", job, lambda phase: None)
     assert asdict(job)["prompts"] == ()
+
+
+def test_a_child_takes_no_module_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(model="x", dtype=None, num_threads=1, prompts=(), num_tokens=1, folder=str(tmp_path))
+    (tmp_path / "colorsys.py").write_text("import os\nos._exit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ChildFailed, match="ended with status 0"):  # the library's own does nothing
+        run_child("colorsys", "oracle", job, lambda phase: None)
 
 
 def test_a_child_that_was_killed_is_no_missing_comparison(
@@ -326,4 +388,21 @@ def test_the_command_fails_with_3_and_prints_json_all_the_same(tmp_path: Path) -
     data = json.loads(done.stdout)
     assert data["first_differing_layer"] == 0
     assert data["ok"] is False
-    assert data["passes"][0]["peak_rss_bytes"]["oracle"] > 10_000_000
+    memory = [data["passes"][0][key]["oracle"] for key in ("peak_rss_bytes", "peak_own_bytes")]
+    assert memory[0] >= memory[1] > 10_000_000
+    assert data["passes"][0]["seconds"]["oracle"] > 0
+    assert re.search(r"^\[ +\d+ s\] (engine|oracle): ", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.long
+def test_neither_side_holds_the_weights_twice(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 8}
+    folder = write_checkpoint(tmp_path, CONFIGS["olmoe"](**sizes), dtype=torch.bfloat16)
+    weights = (folder / "model.safetensors").stat().st_size
+    arguments = ["verify", str(folder), "--dtype", "bfloat16", "--threads", "1", "--tokens", "2", "--json"]
+    done = subprocess.run([sys.executable, "-m", "moesaic", *arguments], capture_output=True, text=True)
+    peaks = json.loads(done.stdout)["passes"][0]["peak_own_bytes"]
+    # A process of either kind is at 0.3 GB before it has a weight, and a layer is widened to twice its bytes.
+    most = 350_000_000 + weights + 2 * weights // 8
+    assert max(peaks.values()) < most, peaks
+    assert most < 350_000_000 + 2 * weights

@@ -22,6 +22,7 @@ from moesaic.errors import MoesaicError
 
 QUIET_S = 2.0
 """A phase that takes longer is shown."""
+SAMPLE_S = 0.05  # guess: between two looks at a child's own memory; no layer is widened and gone sooner
 
 Say = Callable[[str], None]
 
@@ -37,6 +38,7 @@ class Job:
     num_tokens: int  # greedy tokens after each prompt
     folder: str  # where arrays and results go
     backend: str | None = None  # of our side's kernels; None: the fastest here
+    is_long: bool = False  # longrope: transformers is told to take the long factors at every length
 
     def path(self, name: str) -> Path:
         """A file of the job's folder."""
@@ -77,7 +79,11 @@ def run_program(
     job_path.write_text(json.dumps(told))
     with open(log_path, "w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(job_path)], stdout=subprocess.PIPE, stderr=log, text=True
+            # -P: a module that lies in the current folder must not stand in for one of a library
+            [sys.executable, "-P", "-m", module, str(job_path)],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
         )
         try:
             _follow(process, name, show, timeout_s)
@@ -108,11 +114,13 @@ def serve_job(name: str, work: Callable[[Job, Say], Mapping[str, Any]]) -> None:
     told = json.loads(Path(sys.argv[1]).read_text())
     told["prompts"] = tuple(tuple(prompt) for prompt in told["prompts"])
     job = Job(**told)
+    own = OwnMemory()
     try:
         result = dict(work(job, _say))
     except MoesaicError as error:
         result = {"error": str(error)}
     result["peak_rss_bytes"] = peak_rss_bytes()
+    result["peak_own_bytes"] = own.peak_bytes()
     job.path(f"{name}.json").write_text(json.dumps(result))
 
 
@@ -120,6 +128,38 @@ def peak_rss_bytes() -> int:
     """The most memory that this process had resident, mapped files included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+class OwnMemory:
+    """The most memory of this process that no file backs, by looking every `SAMPLE_S` from now on.
+
+    It is what a machine has to have: pages of a mapped checkpoint can be dropped and read again.
+    """
+
+    def __init__(self) -> None:
+        self._peak_bytes = own_bytes() or 0
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def peak_bytes(self) -> int | None:
+        """The most so far; ends the looking. None where the system does not say."""
+        self._has_ended.set()
+        self._thread.join()
+        return self._peak_bytes or None
+
+    def _look(self) -> None:
+        while not self._has_ended.wait(SAMPLE_S) and (now := own_bytes()) is not None:
+            self._peak_bytes = max(self._peak_bytes, now)
+
+
+def own_bytes(status: Path = Path("/proc/self/status")) -> int | None:
+    """Resident memory that no file backs; None where the system does not say."""
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), None)
 
 
 def _say(phase: str) -> None:

@@ -116,7 +116,10 @@ def open_engine(
     has_prefix_cache: bool = False,
     num_blocks: int | None = None,
 ) -> Iterator[Engine]:
-    """An engine around the loaded model, large enough for the requests; `num_blocks` makes its pool small."""
+    """An engine around the loaded model, large enough for the requests.
+
+    `num_blocks` makes its pools small, though not smaller than one request with a wide window can do with.
+    """
     lengths = [len(request.prompt_ids) + (request.sampling.max_tokens or 0) for request in requests]
     config = EngineConfig(
         model="verify",
@@ -129,7 +132,7 @@ def open_engine(
     resolved = config.resolve(model.spec, model.numerics, read_machine())
     if num_blocks is not None:
         counts = tuple(
-            count if group.kind == "state" else num_blocks
+            count if group.kind == "state" else max(num_blocks, group.min_units(model.numerics.kv_block))
             for group, count in zip(resolved.groups, resolved.num_blocks, strict=True)
         )
         resolved = replace(resolved, num_blocks=counts)

@@ -7,9 +7,9 @@ two models never take memory at the same time.
 from __future__ import annotations
 
 import json
-import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,31 +27,22 @@ from moesaic.audit.agreement import (
     judge,
 )
 from moesaic.audit.child import ChildFailed, ChildKilled, Job, Say, run_child
-from moesaic.engine.config import EngineConfig
+from moesaic.audit.prompts import HEAVY_BYTES, HEAVY_TOKENS, NUM_TOKENS, choose_prompts
+from moesaic.engine.config import EngineConfig, long_factor_lengths
 from moesaic.engine.machine import Machine, read_machine
 from moesaic.errors import ConfigError, MoesaicError
 from moesaic.spec.families import read_config
 from moesaic.spec.locate import Located
-from moesaic.spec.model import GqaSpec, MlaSpec, ModelSpec
+from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import DTYPE_BYTES
-from moesaic.text.tokenizer import Tokenizer
 
 INSTALL = "pip install 'transformers>=5.24,<6'"
 MEMORY_FACTOR = 1.3
-"""A side's memory over its weights'. Source: measured with this verb on an OLMoE of 7.1 GB."""
-REACH_TOKENS = 640  # guess: the longest prompt that verify makes by itself
-TEXTS = (
-    "once upon a time",
-    "The quick brown fox jumps over the lazy dog, and the dog does not mind. 1 + 1 = 2; 17 * 23 = 391.",
-    "def greatest(values):\n    best = values[0]\n    for value in values[1:]:\n        if value > best:\n"
-    "            best = value\n    return best\n",
-    "A router looks at every token and sends it to a few of many experts. Most tokens of one kind go to the "
-    "same ones, so some experts are busy and others idle. When a busy one is slow, the whole layer waits for "
-    "it. That is why one counts which experts fire, places copies of the busy ones where there is room, and "
-    "looks again after a while: yesterday's numbers, names and questions are not those of today. ",
+"""A side's memory over its weights'. Source: measured with this verb on an OLMoE of 7.13 GB: 8.5 GB."""
+LONG_NOTE = (
+    "longrope: transformers was told to take the long factors at every length, as this engine does; by "
+    "itself it takes the short ones in sequences of up to {} tokens"
 )
-"""The built-in prompts; the last one is repeated until it passes windows and original rope lengths."""
-RANDOM_LENGTHS = (5, 24, 70, 160)  # of the built-in prompts where there is no tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +58,9 @@ class Pass:
     matrix: tuple[Mapping[str, Any], ...]
     negative_control_caught: bool
     failures: tuple[str, ...]
-    peak_rss_bytes: Mapping[str, int]  # by side; mapped checkpoint files count
+    peak_rss_bytes: Mapping[str, int]  # by side; mapped checkpoint files count, which memory need not hold
+    peak_own_bytes: Mapping[str, int | None]  # by side; without files. None: this system does not say
+    seconds: Mapping[str, float]  # by side
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,25 +130,31 @@ def verify(
     num_threads: int | None = None,
     backend: str | None = None,
     prompts: Path | None = None,
-    num_tokens: int = 32,
+    num_tokens: int | None = None,
     show: Say = lambda phase: None,
 ) -> Verification:
     """Compare a checkpoint as we run it with the same one, or another, as transformers runs it.
 
     Without `dtype` the checkpoint's own is verified, since that is what is served, and before it float32,
-    which shows the smallest mistakes, where memory holds it.
+    which shows the smallest mistakes, where memory holds it. A checkpoint beyond HEAVY_BYTES gets shorter
+    built-in prompts and fewer greedy tokens, which a note says.
 
     Raises: ConfigError for what was asked; MoesaicError, with the engine's reason, when the model cannot run.
     """
-    if num_tokens < 1:
+    if num_tokens is not None and num_tokens < 1:
         raise ConfigError(f"--tokens must be at least 1, got {num_tokens}")
     folder = located.weights_folder()
     other = folder if reference is None else reference.weights_folder()
     spec = read_config(located.config, name=str(folder / "config.json"))
     machine = read_machine()
     threads = EngineConfig(model=str(folder), dtype=dtype, num_threads=num_threads).threads(machine)  # type: ignore[arg-type]
-    ids, notes = _prompts(folder, spec, prompts, num_tokens)
-    dtypes, more = _dtypes(spec, dtype, machine)
+    dtypes, notes = _dtypes(spec, dtype, machine)
+    is_heavy = count_params(spec).num_total * max(DTYPE_BYTES[one] for one in dtypes) > HEAVY_BYTES
+    chosen = num_tokens or (HEAVY_TOKENS if is_heavy else NUM_TOKENS)
+    ids, more = choose_prompts(folder, spec, prompts, chosen, is_heavy=is_heavy)
+    if is_heavy and num_tokens is None:
+        more = [*more, f"{HEAVY_TOKENS} greedy tokens rather than {NUM_TOKENS}: --tokens asks for more"]
+    long_lengths = long_factor_lengths(spec)
     missing = _oracle_missing()
     passes, tensors, version = [], dict[str, Any](), None
     for one in dtypes:
@@ -165,9 +164,10 @@ def verify(
                 dtype=one,
                 num_threads=threads,
                 prompts=ids,
-                num_tokens=num_tokens,
+                num_tokens=chosen,
                 folder=temporary,
                 backend=backend,
+                is_long=bool(long_lengths),
             )
             engine = _run_engine(job, show)
             tensors = tensors or {
@@ -186,22 +186,28 @@ def verify(
         model_type=spec.model_type,
         num_prompts=len(ids),
         num_prompt_tokens=sum(len(prompt) for prompt in ids),
-        num_tokens=num_tokens,
+        num_tokens=chosen,
         oracle=version,
         oracle_missing=missing,
         passes=tuple(passes),
         unconsumed=tuple(tensors["unconsumed"]),
         unfilled=tuple(tensors["unfilled"]),
         known_unused=tuple(tensors["known_unused"]),
-        notes=(*notes, *more),
+        notes=(*more, *notes, *(LONG_NOTE.format(length) for length in long_lengths)),
     )
 
 
 def _run_engine(job: Job, show: Say) -> dict[str, Any]:
-    result = run_child("moesaic.audit.probe", "engine", job, show)
+    result = _run_timed("moesaic.audit.probe", "engine", job, show)
     if "error" in result:
         raise MoesaicError(result["error"])
     return result
+
+
+def _run_timed(module: str, name: str, job: Job, show: Say) -> dict[str, Any]:
+    began_s = time.monotonic()
+    result = run_child(module, name, job, show)
+    return result | {"seconds": round(time.monotonic() - began_s, 1)}
 
 
 def _oracle_missing() -> str | None:
@@ -215,9 +221,9 @@ def _run_oracle(job: Job, reference: str, show: Say) -> tuple[dict[str, Any], st
 
     Raises: ChildKilled, since a comparison that was cut off is not one that could not be made.
     """
-    told = Job(**{**{name: getattr(job, name) for name in job.__slots__}, "model": reference})
+    told = replace(job, model=reference)
     try:
-        result = run_child("moesaic.audit.oracle", "oracle", told, show)
+        result = _run_timed("moesaic.audit.oracle", "oracle", told, show)
     except ChildKilled:
         raise
     except ChildFailed as error:
@@ -242,64 +248,6 @@ def _dtypes(spec: ModelSpec, dtype: str | None, machine: Machine) -> tuple[list[
     return ["float32", spec.dtype], []
 
 
-def _prompts(
-    folder: Path, spec: ModelSpec, path: Path | None, num_tokens: int
-) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
-    """Token ids, and what they do not reach."""
-    room = spec.max_position - num_tokens
-    if room < 1:
-        raise ConfigError(
-            f"--tokens {num_tokens} leaves no room in {spec.max_position} positions: ask for fewer"
-        )
-    has_tokenizer = (folder / "tokenizer.json").is_file()
-    if path is not None:
-        if not has_tokenizer:
-            raise ConfigError(f"{folder} has no tokenizer.json, so --prompts cannot be read: leave it out")
-        return tuple(tuple(ids)[:room] for ids in _read_prompts(path, folder)), []
-    reach, notes = _reach(spec)
-    if has_tokenizer:
-        tokenizer = Tokenizer.load(folder)
-        found = [tokenizer.encode(text) for text in TEXTS]
-    else:
-        draw = random.Random(0)
-        found = [draw.choices(range(spec.vocab), k=length) for length in RANDOM_LENGTHS]
-        notes = [*notes, "no tokenizer.json: the prompts are random token ids"]
-    last = found[-1]
-    while len(last) < reach:
-        last = last + found[-1]
-    found[-1] = last
-    return tuple(tuple(ids[:room]) for ids in found if ids), notes
-
-
-def _read_prompts(path: Path, folder: Path) -> Iterator[list[int]]:
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path} cannot be read: {error}") from error
-    if not lines:
-        raise ConfigError(f"--prompts {path} holds no prompt: write one a line")
-    tokenizer = Tokenizer.load(folder)
-    for line in lines:
-        yield tokenizer.encode(line)
-
-
-def _reach(spec: ModelSpec) -> tuple[int, list[str]]:
-    """How long a prompt must be to pass every window and original rope length that is not too far."""
-    lengths = set[int]()
-    for layer in spec.layers:
-        mixer = layer.mixer
-        if isinstance(mixer, GqaSpec) and mixer.window is not None:
-            lengths.add(mixer.window)
-        if isinstance(mixer, GqaSpec | MlaSpec) and mixer.rope is not None and mixer.rope.scaling is not None:
-            lengths.add(mixer.rope.scaling.original_max_position or 0)
-    beyond = sorted(length for length in lengths if length + 32 > REACH_TOKENS)
-    notes = [
-        f"no prompt reaches position {length}, where a window or a rope scaling begins: use --prompts"
-        for length in beyond
-    ]
-    return max((length + 32 for length in lengths if length not in beyond), default=0), notes
-
-
 def _compare(job: Job, engine: Mapping[str, Any], oracle: Mapping[str, Any]) -> Pass:
     dtype = engine["dtype"]
     failures = [
@@ -309,7 +257,7 @@ def _compare(job: Job, engine: Mapping[str, Any], oracle: Mapping[str, Any]) -> 
     ]
     if not engine["negative_control_caught"]:
         failures.append("the matrix did not notice sums that depend on the number of rows: it proves nothing")
-    peaks = {name: side["peak_rss_bytes"] for name, side in (("engine", engine), ("oracle", oracle)) if side}
+    sides = {name: side for name, side in (("engine", engine), ("oracle", oracle)) if side}
     diff = agreement = None
     stages: tuple[StageError, ...] = ()
     if oracle:
@@ -330,7 +278,9 @@ def _compare(job: Job, engine: Mapping[str, Any], oracle: Mapping[str, Any]) -> 
         matrix=tuple(engine["matrix"]),
         negative_control_caught=engine["negative_control_caught"],
         failures=tuple(failures),
-        peak_rss_bytes=peaks,
+        peak_rss_bytes={name: side["peak_rss_bytes"] for name, side in sides.items()},
+        peak_own_bytes={name: side["peak_own_bytes"] for name, side in sides.items()},
+        seconds={name: side["seconds"] for name, side in sides.items()},
     )
 
 

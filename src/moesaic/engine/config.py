@@ -156,16 +156,23 @@ class EngineConfig:
         return allowed_bytes, f"{KV_FRACTION:.0%} of {free_text}"
 
 
-def _rope_notes(spec: ModelSpec) -> tuple[str, ...]:
-    """What longrope does not do: turn a token otherwise once its sequence is longer than the original."""
+def long_factor_lengths(spec: ModelSpec) -> tuple[int, ...]:
+    """Original lengths of the longropes that turn by their long factors here, at every length.
+
+    The short ones, which the model's own code takes up to that length, would turn every cached key otherwise
+    once its sequence grows beyond it.
+    """
     ropes = {getattr(layer.mixer, "rope", None) for layer in spec.layers}
     scalings = {rope.scaling for rope in ropes if rope is not None and rope.scaling is not None}
     lengths = {s.original_max_position or 0 for s in scalings if s.kind == "longrope"}
+    return tuple(length for length in sorted(lengths) if length < spec.max_position)
+
+
+def _rope_notes(spec: ModelSpec) -> tuple[str, ...]:
     return tuple(
         f"longrope turns by its long factors at every length, also in sequences of up to {length} tokens, "
         "for which the model's own code takes the short ones"
-        for length in sorted(lengths)
-        if length < spec.max_position
+        for length in long_factor_lengths(spec)
     )
 
 
