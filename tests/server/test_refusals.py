@@ -165,7 +165,7 @@ def test_unknown_query_parameters_are_refused_by_name(server: Server) -> None:
     error = refused(server, "/v1/completions?stream=true", PROMPT)
     assert error["message"] == "unknown query parameter 'stream'; this path takes none"
     assert error["param"] == "stream"
-    for path in ("/health?probe=1", "/ready?x=y", "/v1/models?api-version=2024-10-21", "/metrics?name[]=up"):
+    for path in ("/health?probe=1", "/ready?x=y", "/v1/models?api-version=2024-10-21", "/metrics?x=y"):
         assert server.client.get(path).status_code == 200
 
 

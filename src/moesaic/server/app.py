@@ -16,7 +16,7 @@ from moesaic.engine.client import EngineClient
 from moesaic.errors import MoesaicError
 from moesaic.server.api import Api
 from moesaic.server.body import check_query
-from moesaic.server.middleware import OPEN_PATHS, Gate, Journal
+from moesaic.server.middleware import PROBE_PATHS, Gate, Journal
 from moesaic.server.openapi import MAX_TOKENS_HEADER, ErrorBody, body_of, install_schemas, streamed
 from moesaic.server.protocol import (
     ChatBody,
@@ -65,8 +65,8 @@ def create_app(
     app.state.api = api
     for method, path, endpoint, extra in _routes(api):
         responses = {**_ERRORS, **extra.pop("responses", {})}
-        # Probes are asked with whatever their senders add.
-        checks = [] if path in OPEN_PATHS else [_query_check(_QUERIES.get(path, ()))]
+        # Probes and scrapers ask with whatever they add.
+        checks = [] if path in PROBE_PATHS else [_query_check(_QUERIES.get(path, ()))]
         app.add_api_route(path, endpoint, methods=[method], responses=responses, dependencies=checks, **extra)
     install_schemas(
         app, [CompletionBody, ChatBody, TokenizeBody, TokenizeChatBody, DetokenizeBody, ChatChunk]
@@ -99,11 +99,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-_QUERIES: Mapping[str, tuple[str, ...]] = {
-    "/metrics": ("name[]",),
-    "/v1/internal/experts": ("window_s",),
-}
-"""Parameters that a path's function reads; no other path has any."""
+_QUERIES: Mapping[str, tuple[str, ...]] = {"/v1/internal/experts": ("window_s",)}
+"""Parameters that a path's function reads; no other path that is checked has any."""
 
 
 def _query_check(known: tuple[str, ...]) -> Any:
