@@ -25,6 +25,8 @@ def render(model: str, question: Question, answer: Answer, bands: Sequence[Band]
         "answer", [_throughput(best), f"TPOT {_interval(best.tpot)}, TTFT {_interval(best.ttft)} (no queue)"]
     )
     lines += [line for pool in best.pools for line in _row(pool.role, [str(pool), _batch(pool)])]
+    for pool in best.pools:
+        lines += _row("experts", [_residency(pool)]) if pool.residency is not None else []
     lines += _row("bottleneck", [best.bottleneck])
     if answer.runner_up is not None:
         lines += _row("runner-up", _runner_up(best, answer.runner_up))
@@ -85,6 +87,17 @@ def _batch(pool: Pool) -> str:
     what = "prompts a replica and step" if pool.role == "prefill" else "sequences a replica"
     stored = pool.choice.weights or "as stored"
     return f"{pool.batch} {what}; weights {stored}, KV {pool.choice.kv}, dispatch {pool.choice.dispatch}"
+
+
+def _residency(pool: Pool) -> str:
+    held = pool.residency
+    assert held is not None
+    places = [(held.device, "on the devices"), (held.host, "in host memory"), (held.disk, "on disk")]
+    shown = ", ".join(f"{count} {place}" for count, place in places if count)
+    return (
+        f"of each layer {shown}, the most popular nearest; the devices serve {held.local_share:.0%} of all "
+        "choices, the host computes the others or sends their weights, whichever ends first"
+    )
 
 
 def _interval(interval: Interval) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from moesaic.account.memory import WEIGHT_BITS, expert_bytes
 from moesaic.account.params import dense_params, norm_params, router_params
-from moesaic.cost import comm, ops
+from moesaic.cost import comm, offload, ops
 from moesaic.cost.load import ExpertShares, assumed_shares, busiest_rows
 from moesaic.cost.ops import ACTIVATION_BYTES, Context, Formats, Work
 from moesaic.cost.profile import Profile
@@ -41,6 +41,7 @@ class Split:
     expert_tp: Number = 1
     pp: Number = 1
     num_redundant: Number = 0  # further expert slots, over all ranks
+    num_offloaded: Number = 0  # experts of each sparse layer outside the devices: the coldest
     num_micro_batches: int = 1
     overlaps_requests: bool = (
         False  # the exchange of one request hides behind the attention of the next (HOP-B)
@@ -139,7 +140,7 @@ class _Walk:
     def layer(self, layer: LayerSpec, moe_idx: int) -> Cost:
         """One layer; with two micro-batches the transfers of one hide behind the other's operators."""
         mixer, split = layer.mixer, self.split
-        compute: list[CostTerm] = []
+        compute: list[Cost] = []
         before: list[CostTerm] = []
         exchange: list[CostTerm] = []
         if mixer is not None:
@@ -153,29 +154,33 @@ class _Walk:
             before.append(self._all_reduce("ffn_all_reduce", self._attention_ranks()))
         if isinstance(layer.ffn, MoeSpec):
             moe = layer.ffn
-            compute.append(
-                ops.experts(
-                    moe,
-                    self.work.rows,
-                    self.work.rows * split.dp,
-                    split.ep,
-                    split.expert_tp,
-                    split.num_redundant,
-                    self.ctx,
-                    self.shares,
-                    moe_idx,
-                )
-            )
-            if moe.shared is not None:
-                compute.append(
-                    ops.dense("shared_experts", moe.shared, self.work.rows, self._attention_ranks(), self.ctx)
-                )
+            compute += self._experts(moe, moe_idx)
             exchange += self._exchange(moe, moe_idx)
         if split.num_micro_batches == 1:
             return Seq((*compute, *before, *exchange))
         if exchange:
             return Par((Repeat(2.0, Seq((*compute, *before))), Repeat(2.0, Seq(tuple(exchange)))))
         return Repeat(2.0, Seq((*compute, *before)))
+
+    def _experts(self, moe: MoeSpec, moe_idx: int) -> tuple[Cost, ...]:
+        """Routed and shared experts; those outside the devices work beside the others."""
+        split, rows = self.split, self.work.rows
+        routed = ops.experts(
+            moe, rows, rows * split.dp, split.ep, split.expert_tp, split.num_redundant, self.ctx, self.shares,
+            moe_idx,
+        )  # fmt: skip
+        shared: tuple[Cost, ...] = ()
+        if moe.shared is not None:
+            shared = (ops.dense("shared_experts", moe.shared, rows, self._attention_ranks(), self.ctx),)
+        if not np.any(split.num_offloaded):
+            return routed, *shared
+        both = offload.beside_host(
+            routed, shared, moe, tokens=rows * split.dp, num_offloaded=split.num_offloaded,
+            devices=split.ranks * split.pp, model=self.ctx.model, cluster=self.cluster,
+            expert_format=self.ctx.formats.experts, profile=self.ctx.profile, shares=self.shares,
+            moe_idx=moe_idx,
+        )  # fmt: skip
+        return (both,)
 
     def head(self) -> Cost:
         """Logits of the sequences of a replica, split over its ranks, and the rows of the embedding."""
@@ -317,6 +322,7 @@ def memory_per_rank(
     weights: Number = 0.0 * ranks
     routed: Number = 0.0 * ranks
     replicas: Number = 0.0 * ranks
+    passing: Number = 0.0 * ranks  # places that experts from outside go through: one read, one in use
     widest: MoeSpec | None = None
     dense_bits, expert_format = _bits(model, formats)
     for layer in model.layers:
@@ -333,7 +339,9 @@ def memory_per_rank(
                 weights = weights + router_params(moe, model.hidden) * 2.0
             one = expert_bytes(model, moe, expert_format) / np.asarray(split.expert_tp, np.float64)
             # The rank with most slots decides: 256 experts over 144 ranks are 2 on some, 1 on others.
-            slots = moe.num_experts / np.asarray(split.ep, np.float64)
+            off = np.asarray(split.num_offloaded, np.float64)
+            slots = (moe.num_experts - off) / np.asarray(split.ep, np.float64)
+            passing = np.maximum(passing, np.minimum(off, 2.0) * one)
             routed = routed + one * (np.ceil(slots - 1e-9) if profile.counts_all else slots)
             replicas = replicas + one * np.asarray(split.num_redundant, np.float64) / split.ep
     weights = (weights + len(model.layers) * 2 * norm_params(model) * 2.0) / pp
@@ -348,7 +356,7 @@ def memory_per_rank(
     workspace = rows * ACTIVATION_BYTES * (6.0 * model.hidden + inner / ranks)
     return {
         "weights": weights + ends, "experts": routed / pp, "replicas": replicas / pp, "kv": kv,
-        "dispatch_buffers": buffers * split.num_micro_batches, "workspace": workspace,
+        "dispatch_buffers": buffers * split.num_micro_batches, "workspace": workspace + passing,
     }  # fmt: skip
 
 

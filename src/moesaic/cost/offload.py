@@ -1,4 +1,7 @@
-"""Experts in host memory or on disk: how much goes where, and what a decode step then costs."""
+"""Experts outside the devices: which tier holds how many of a layer, and what a step waits for them.
+
+The coldest ones go first. Which number is best is not known here; see `moesaic.planner.residency`.
+"""
 
 from __future__ import annotations
 
@@ -10,130 +13,163 @@ import numpy as np
 
 from moesaic.account.memory import expert_bytes
 from moesaic.account.params import expert_params
-from moesaic.cost.layouts import Split, memory_per_rank, step_cost
-from moesaic.cost.load import ExpertShares, assumed_shares, busiest_distinct
-from moesaic.cost.ops import Formats, Work
+from moesaic.cost.load import ExpertShares
 from moesaic.cost.profile import Profile
-from moesaic.cost.roofline import spread
-from moesaic.cost.term import Cost, CostTerm, Interval, Resource, Seq, scaled, step_seconds
-from moesaic.spec.hardware import Cluster
-from moesaic.spec.model import ModelSpec
+from moesaic.cost.roofline import part_of, spread
+from moesaic.cost.term import Cost, CostTerm, FloatArray, Number, Par, Resource, Seq
+from moesaic.spec.hardware import Cluster, Machine
+from moesaic.spec.model import ModelSpec, MoeSpec
 
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
-HOST_SHARE = 0.9
-"""guess: part of the host's memory, of its bandwidth's reach and of the disk that experts may use."""
+HOST_SHARE = 0.9  # guess: part of the host's memory and of the disk that experts may fill
+BUS_SHARE = 0.8  # of PCIe's bandwidth that copies from pinned memory reach: 50 of 63 GB/s at PCIe 5.0 x16
+HOST_READ_SHARE = 0.37
+"""Part of the host's memory bandwidth that engines reach when they compute experts there.
+
+Source: 0.38 by DeepSeek-V3 at 4 bits in KTransformers on one Xeon 6454S (8.73 tokens/s), 0.38 by DeepSeek-R1
+in int8 in SGLang on two Xeon 6980P (68.0 ms a token), 0.35 by Qwen3-30B-A3B at 4 bits in llama.cpp on DDR4 of
+102 GB/s (36.7 tokens/s); what the device takes is left out of their times.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """Bytes per tier over the whole cluster, and the share of the routed experts in each.
+class Tiers:
+    """Experts of each sparse layer by tier.
 
-    Units:  bytes. `missing` is what no tier holds.
+    Shapes:  numbers, or arrays over candidates. Units: missing is bytes that no tier holds.
     """
 
-    need: Mapping[Tier, int]
-    have: Mapping[Tier, int]
-    expert_share: Mapping[Tier, float]
-    missing: int
+    device: Number
+    host: Number
+    disk: Number
+    missing: Number
 
 
-def tier_bytes(cluster: Cluster, profile: Profile) -> dict[Tier, int]:
-    """What each tier of a cluster can hold; 0 where the machine's file knows no such tier."""
-    machine = cluster.machine
+def layers_bytes(model: ModelSpec, expert_format: str | None) -> float:
+    """Bytes of one expert in all sparse layers together."""
+    return float(sum(expert_bytes(model, moe, expert_format) for _, moe in model.moe_layers))
+
+
+def room(cluster: Cluster, devices: Number) -> Mapping[Tier, Number]:
+    """Bytes of the host and of the disk for an instance of some devices: those of a node share both."""
+    machine, nodes = cluster.machine, np.asarray(devices, np.float64) / cluster.devices_per_node
     return {
-        "device": int(profile.usable_memory * machine.memory_bytes * cluster.num_devices),
-        "host": int(HOST_SHARE * machine.number("host_memory_bytes", 0.0) * cluster.num_nodes),
-        "disk": int(HOST_SHARE * machine.number("disk_bytes", 0.0) * cluster.num_nodes),
+        "host": HOST_SHARE * machine.number("host_memory_bytes", 0.0) * nodes,
+        "disk": HOST_SHARE * machine.number("disk_bytes", 0.0) * nodes,
     }
 
 
-def place(
-    model: ModelSpec, cluster: Cluster, split: Split, *, num_seqs: float, context: float, profile: Profile,
-    formats: Formats,
-) -> Placement:  # fmt: skip
-    """Everything on the devices if it fits, else routed experts from the fastest tier down.
+def tiers(
+    model: ModelSpec, cluster: Cluster, num_offloaded: Number, devices: Number, expert_format: str | None
+) -> Tiers:
+    """Where the `num_offloaded` coldest experts of each layer are: in host memory first, then on disk."""
+    most = max((moe.num_experts for _, moe in model.moe_layers), default=0)
+    each, space = max(layers_bytes(model, expert_format), 1.0), room(cluster, devices)
+    off = np.asarray(num_offloaded, np.float64)
+    host = np.minimum(off, np.floor(space["host"] / each))
+    disk = np.minimum(off - host, np.floor(space["disk"] / each))
+    return Tiers(device=most - off, host=host, disk=disk, missing=(off - host - disk) * each)
 
-    Attention, shared experts, KV and buffers stay on the devices.
+
+def cold_share(shares: FloatArray | None, num_experts: int, num_cold: Number) -> Number:
+    """Share of all choices that go to the `num_cold` least popular experts: what is not served locally.
+
+    Shapes:  shares [E], or None: all alike.
     """
-    parts = memory_per_rank(
-        model, split, num_seqs=num_seqs, context=context, max_rows=np.maximum(num_seqs, 1.0), formats=formats,
-        profile=profile,
-    )  # fmt: skip
-    stages = float(np.asarray(split.ranks) * split.pp)
-    experts = sum(moe.num_experts * expert_bytes(model, moe, formats.experts) for _, moe in model.moe_layers)
-    fixed = sum(float(size) for name, size in parts.items() if name != "experts") * stages
-    have = tier_bytes(cluster, profile)
-    left, need, share = float(experts), dict.fromkeys(TIERS, 0), dict.fromkeys(TIERS, 0.0)
-    for tier in TIERS:
-        free = max(have[tier] - (fixed if tier == "device" else 0.0), 0.0)
-        held = min(left, free)
-        need[tier], share[tier] = int(held), held / experts if experts else 0.0
-        left -= held
-    need["device"] += int(fixed)
-    short = max(fixed - have["device"], 0.0)
-    return Placement(need=need, have=have, expert_share=share, missing=int(left + short))
+    chosen = np.full(num_experts, 1.0 / num_experts) if shares is None else np.sort(shares)
+    summed = np.concatenate([[0.0], np.cumsum(chosen)])
+    return np.asarray(summed[np.minimum(np.asarray(num_cold, np.int64), num_experts)])
 
 
-def offloaded_step(
-    model: ModelSpec, cluster: Cluster, split: Split, work: Work, placement: Placement, *, profile: Profile,
-    formats: Formats, shares: ExpertShares | None = None,
+def cold_distinct(
+    shares: FloatArray | None, num_experts: int, experts_per_token: int, tokens: Number, num_cold: Number
+) -> Number:
+    """Distinct experts among the `num_cold` least popular that `tokens` tokens choose, in expectation."""
+    chosen = np.full(num_experts, 1.0 / num_experts) if shares is None else np.sort(shares)
+    log_missed = np.log(np.maximum(1.0 - experts_per_token * chosen, 1e-300))
+    rows, cold = np.broadcast_arrays(np.asarray(tokens, np.float64), np.asarray(num_cold, np.int64))
+    active = 1.0 - np.exp(rows.reshape(-1, 1) * log_missed)
+    summed = np.concatenate([np.zeros((rows.size, 1)), np.cumsum(active, axis=1)], axis=1)
+    picked = summed[np.arange(rows.size), np.minimum(cold.ravel(), num_experts)]
+    return np.asarray(picked.reshape(rows.shape))
+
+
+def break_even_rows(
+    num_bytes: float, num_params: float, host_flops_per_s: float, bus_bytes_per_s: float
+) -> float:
+    """Rows of one expert from which sending its weights to the device beats computing it on the host.
+
+    Source: rows * 2 * params / host rate = bytes / bus rate; with fewer rows the host is faster, as long as
+    it reads the weights faster than the bus moves them.
+    """
+    return host_flops_per_s * num_bytes / (bus_bytes_per_s * 2.0 * num_params)
+
+
+def transfer_s(num_bytes: float, bytes_per_s: float, compute_s: float = 0.0) -> tuple[float, float]:
+    """(seconds of a transfer, seconds of it that show beside `compute_s` of other work)."""
+    load_s = num_bytes / bytes_per_s
+    return load_s, max(0.0, load_s - compute_s)
+
+
+def beside_host(
+    routed: CostTerm, beside: tuple[Cost, ...], moe: MoeSpec, *, tokens: Number, num_offloaded: Number,
+    devices: Number, model: ModelSpec, cluster: Cluster, expert_format: str | None, profile: Profile,
+    shares: ExpertShares, moe_idx: int,
 ) -> Cost:  # fmt: skip
-    """One step in which the experts of lower tiers are computed by the host, or brought to the device.
+    """A layer's experts, of which the coldest are elsewhere; `routed` is the term with all on the devices.
 
-    Host experts take the faster of two ways: read and computed where they are, or sent over the bus. Disk
-    experts are read into host memory first. Experts are equally likely to be in any tier.
+    Few rows are computed on the host where the weights are; with many rows the weights are sent to the
+    devices: whichever ends first. Both go on beside the resident experts and `beside`, so only what takes
+    longer shows.
     """
-    shares = shares or assumed_shares(model, profile.skew)
-    machine, parts = (
-        cluster.machine,
-        [_resident(model, cluster, split, work, placement, profile, formats, shares)],
+    machine, layer = cluster.machine, shares.of_layer(moe_idx)
+    nodes = np.asarray(devices, np.float64) / cluster.devices_per_node
+    args = layer, moe.num_experts, moe.experts_per_token, tokens
+    held = tiers(model, cluster, num_offloaded, devices, expert_format)
+    rows = np.asarray(tokens, np.float64) * moe.experts_per_token
+    cold_rows = rows * cold_share(layer, moe.num_experts, num_offloaded)
+    read, every = cold_distinct(*args, num_offloaded), cold_distinct(*args, moe.num_experts)
+    one = expert_bytes(model, moe, expert_format)
+    disk_s = cold_distinct(*args, held.disk) * one / (machine.number("disk_bytes_per_s", 1.0) * nodes)
+    flops = 2.0 * cold_rows * expert_params(moe)
+    read_s, compute_s = _host_seconds(machine, profile, nodes, read * one, flops)
+    bus = machine.number("host_link_bytes_per_s", 0.0) * BUS_SHARE * np.asarray(devices, np.float64)
+    # A device without a bus is the host itself: what is read from disk is in its own memory.
+    bus_s = read * one / bus if machine.number("host_link_bytes_per_s", 0.0) else 0.0 * read
+    here = part_of(routed, 1.0 - cold_rows / np.maximum(rows, 1e-9), 1.0 - read / every, profile)
+    own_s, all_s = here.seconds.value, routed.seconds.value
+    stays = np.maximum(np.maximum(read_s, compute_s), own_s) <= np.maximum(bus_s, all_s)
+    parts: tuple[tuple[Resource, Number, Number, Number], ...] = (
+        ("memory", stays, np.where(stays, read_s, 0.0), np.where(stays, compute_s, 0.0)),
+        ("host_link", ~stays, np.where(stays, 0.0, bus_s), 0.0 * bus_s),
+        ("disk", held.disk, disk_s, 0.0 * disk_s),
     )
-    lower: tuple[Tier, ...] = ("host", "disk")
-    for tier in lower:
-        share = placement.expert_share[tier]
-        if share <= 0:
-            continue
-        read, flops = 0.0, 0.0
-        for moe_idx, (_, moe) in enumerate(model.moe_layers):
-            tokens = work.rows * split.dp
-            distinct = busiest_distinct(tokens, moe.experts_per_token, moe.num_experts, 1.0, shares, moe_idx)
-            read += share * float(distinct) * expert_bytes(model, moe, formats.experts)
-            flops += share * 2.0 * float(np.asarray(tokens)) * moe.experts_per_token * expert_params(moe)
-        nodes = cluster.num_nodes
-        host_rate = HOST_SHARE * machine.number("host_memory_bytes_per_s", machine.memory_bytes_per_s) * nodes
-        compute_rate = machine.number("host_flops_per_s", machine.flops_per_s(machine.wide_dtype))
-        bus_rate = machine.number("host_link_bytes_per_s", 0.0) * profile.link_share * cluster.num_devices
-        here_s = max(read / host_rate, flops / (profile.compute_share["experts"] * compute_rate * nodes))
-        seconds = min(here_s, read / bus_rate) if bus_rate else here_s
-        resource: Resource = "host_link" if seconds < here_s else "memory"
-        if tier == "disk":
-            seconds, resource = read / (machine.number("disk_bytes_per_s", 1.0) * nodes), "disk"
-        parts.append(
-            CostTerm(
-                name="expert_load",
-                resource=resource,
-                seconds=spread(seconds, profile),
-                flops=flops,
-                bytes=read,
-                source=profile.source,
-            )
+    loads = tuple(
+        CostTerm(
+            name="expert_load", resource=resource, seconds=spread(np.maximum(moved_s, product_s), profile),
+            flops=flops * (resource == "memory"), bytes=read * one, memory_s=moved_s, compute_s=product_s,
+            source=profile.source,
         )
-    return Seq(tuple(parts))
+        for resource, used, moved_s, product_s in parts if np.any(used)
+    )  # fmt: skip
+    kept = part_of(
+        routed, np.where(stays, 1.0 - cold_rows / np.maximum(rows, 1e-9), 1.0),
+        np.where(stays, 1.0 - read / every, 1.0), profile,
+    )  # fmt: skip
+    return Par((Seq((kept, *beside)), *loads))
 
 
-def tokens_per_second(cost: Cost, num_tokens: float) -> Interval:
-    """Tokens of a step by its seconds."""
-    seconds = step_seconds(cost)
-    return Interval(
-        value=num_tokens / seconds.value, low=num_tokens / seconds.high, high=num_tokens / seconds.low
+def _host_seconds(
+    machine: Machine, profile: Profile, nodes: Number, num_bytes: Number, flops: Number
+) -> tuple[Number, Number]:
+    """(reading, computing) on the hosts of some nodes; without end where the file knows no host."""
+    rate, flops_per_s = (
+        machine.number(name, 0.0) for name in ("host_memory_bytes_per_s", "host_flops_per_s")
     )
-
-
-def _resident(
-    model: ModelSpec, cluster: Cluster, split: Split, work: Work, placement: Placement, profile: Profile,
-    formats: Formats, shares: ExpertShares,
-) -> Cost:  # fmt: skip
-    """The step as if all were resident, with the experts' reads scaled to the resident share."""
-    whole = step_cost(model, cluster, split, work, profile=profile, formats=formats, shares=shares)
-    return scaled(whole, "experts", placement.expert_share["device"])
+    if not rate or not flops_per_s:
+        return np.full(np.shape(num_bytes), np.inf), np.zeros(np.shape(num_bytes))
+    return (
+        num_bytes / (HOST_READ_SHARE * rate * nodes),
+        flops / (profile.compute_share["experts"] * flops_per_s * nodes),
+    )

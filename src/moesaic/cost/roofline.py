@@ -46,8 +46,7 @@ def operator(
     compute_s = flops / (np.maximum(share, 1e-9) * machine.flops_per_s(dtype))
     memory_s = num_bytes / (profile.memory_share[kind] * machine.memory_bytes_per_s)
     overhead_s = sum(profile.launch_s[launch] for launch in launches)
-    power, work_s = profile.launch_power, np.maximum(compute_s, memory_s)
-    seconds = work_s + overhead_s if power == 1 else (work_s**power + overhead_s**power) ** (1 / power)
+    seconds = _with_launches(compute_s, memory_s, overhead_s, profile)
     return CostTerm(
         name=name, resource="memory", seconds=spread(seconds, profile), flops=flops, bytes=num_bytes,
         source=profile.source, compute_s=compute_s, memory_s=memory_s, overhead_s=overhead_s,
@@ -66,6 +65,16 @@ def joined(parts: Sequence[CostTerm], profile: Profile) -> CostTerm:
     )  # fmt: skip
 
 
+def part_of(term: CostTerm, compute_share: Number, memory_share: Number, profile: Profile) -> CostTerm:
+    """An operator that does a share of its products and of its reads, with the same launches."""
+    compute_s, memory_s = term.compute_s * compute_share, term.memory_s * memory_share
+    return replace(
+        term, seconds=spread(_with_launches(compute_s, memory_s, term.overhead_s, profile), profile),
+        flops=term.flops * compute_share, bytes=term.bytes * memory_share,
+        compute_s=compute_s, memory_s=memory_s,
+    )  # fmt: skip
+
+
 def host(seconds: Number, profile: Profile) -> CostTerm:
     """Work of the host that the devices wait for."""
     return CostTerm(
@@ -80,3 +89,8 @@ def host(seconds: Number, profile: Profile) -> CostTerm:
 def spread(seconds: Number, profile: Profile) -> Interval:
     """Seconds with the profile's doubt."""
     return Interval.exactly(seconds).widened(profile.low, profile.high)
+
+
+def _with_launches(compute_s: Number, memory_s: Number, overhead_s: Number, profile: Profile) -> Number:
+    power, work_s = profile.launch_power, np.maximum(compute_s, memory_s)
+    return work_s + overhead_s if power == 1 else (work_s**power + overhead_s**power) ** (1 / power)

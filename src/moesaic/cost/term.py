@@ -168,18 +168,3 @@ def pick(number: Number, idx: int) -> float:
     """The float of one candidate; a number that holds for all of them is that number."""
     array = np.asarray(number)
     return float(array if array.ndim == 0 else array[idx])
-
-
-def scaled(cost: Cost, name: TermName, share: float) -> Cost:
-    """The tree with the terms of one name at a share of their cost."""
-    if isinstance(cost, CostTerm):
-        if cost.name != name:
-            return cost
-        return replace(
-            cost, seconds=cost.seconds.times(share), flops=cost.flops * share, bytes=cost.bytes * share,
-            compute_s=cost.compute_s * share, memory_s=cost.memory_s * share,
-            overhead_s=cost.overhead_s * share,
-        )  # fmt: skip
-    if isinstance(cost, Repeat):
-        return Repeat(cost.times, scaled(cost.part, name, share))
-    return type(cost)(tuple(scaled(part, name, share) for part in cost.parts))

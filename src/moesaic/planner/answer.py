@@ -56,8 +56,18 @@ def _pool(pool: Pool) -> dict[str, Any]:
         "layout": dict(pool.layout),
         "batch": pool.batch,
         "formats": {"weights": pool.choice.weights, "kv": pool.choice.kv, "dispatch": pool.choice.dispatch},
+        "experts": _experts(pool),
         "memory_bytes_per_rank": {name: round(size) for name, size in pool.memory.items()},
     }
+
+
+def _experts(pool: Pool) -> dict[str, float] | None:
+    """Experts of each sparse layer by tier, and the share of choices served by a device; None: all are on
+    devices."""
+    held = pool.residency
+    if held is None:
+        return None
+    return {"device": held.device, "host": held.host, "disk": held.disk, "local_share": held.local_share}
 
 
 def _interval(interval: Interval) -> dict[str, float]:

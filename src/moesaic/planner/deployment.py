@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 from moesaic.cost.load import ExpertShares, placed_slots
+from moesaic.cost.offload import layers_bytes
 from moesaic.cost.term import Interval as Doubt
 from moesaic.hashing import digest
 from moesaic.planner.plan import Plan, Pool
 from moesaic.spec.deployment import (
     Deployment,
     Dispatcher,
+    ExpertTier,
     Grid,
     Instance,
     Interval,
     Layout,
     Prediction,
+    TierPlan,
 )
 from moesaic.spec.experts import ExpertPlan, Phase
 from moesaic.spec.model import ModelSpec
@@ -92,7 +96,21 @@ def _instance(pool: Pool, experts: Pool, model: ModelSpec, shares: ExpertShares 
         machines={"attention": pool.cluster.machine.name, "expert": experts.cluster.machine.name},
         layout=layout,
         plan=expert_plan(model, theirs["ep"], theirs["expert_tp"], theirs["num_redundant"], shares),
+        tiers=_tiers(pool, model),
     )  # fmt: skip
+
+
+def _tiers(pool: Pool, model: ModelSpec) -> TierPlan:
+    """Budgets of the tiers below the devices that hold experts."""
+    held, each = pool.residency, layers_bytes(model, pool.choice.formats.experts)
+    if held is None:
+        return TierPlan()
+    wanted: tuple[tuple[Literal["host", "disk"], int], ...] = (("host", held.host), ("disk", held.disk))
+    return TierPlan(
+        experts=tuple(
+            ExpertTier(place=place, budget_bytes=int(count * each)) for place, count in wanted if count
+        )
+    )
 
 
 def _dispatcher(pool: Pool, experts: Pool) -> Dispatcher:

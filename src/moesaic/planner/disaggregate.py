@@ -61,7 +61,7 @@ class Grids:
         )  # fmt: skip
         one: dict[Knob, int] = {
             "tp": 1, "dp": 1, "ep": 1, "pp": 1, "kvp": 1, "expert_tp": 1,
-            "num_micro_batches": int(float(grid.num_micro_batches)), "num_redundant": 0,
+            "num_micro_batches": int(float(grid.num_micro_batches)), "num_redundant": 0, "num_offloaded": 0,
         }  # fmt: skip
         layouts: tuple[dict[Knob, int], dict[Knob, int]] = (
             {**one, "tp": int(float(grid.tp)), "dp": int(float(grid.num_attention))},
@@ -95,7 +95,11 @@ def grids(
     """Every two-sided grid on two clusters, or on one when both are the same; None where there is none."""
     model, is_same = pricers[0].model, pricers[0] is pricers[1]
     limits = Limits.of(model)
-    if limits.num_experts is None or any(pins.get(knob, 1) > 1 for knob in ("kvp", "pp")):
+    if (
+        limits.num_experts is None
+        or any(pins.get(knob, 1) > 1 for knob in ("kvp", "pp"))
+        or pins.get("num_offloaded")
+    ):
         return None
     rows = _rows(limits, pricers, pins)
     if not len(rows):

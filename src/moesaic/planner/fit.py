@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,14 +13,17 @@ from moesaic.account.memory import WEIGHT_BITS
 from moesaic.account.params import count_params
 from moesaic.cost.calibrated import profile_named
 from moesaic.cost.layouts import Split, memory_per_rank, step_cost
-from moesaic.cost.offload import Placement, Tier, offloaded_step, place, tokens_per_second
+from moesaic.cost.offload import TIERS, Tier, layers_bytes, room, tiers
 from moesaic.cost.ops import Formats, Work
-from moesaic.cost.term import Interval
+from moesaic.cost.profile import Profile
+from moesaic.cost.term import Cost, Interval, pick, step_seconds
 from moesaic.errors import ConfigError, nearest
+from moesaic.planner.load_file import skewed
 from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import GqaSpec, MlaSpec, ModelSpec
 
 Verdict = Literal["fits", "fits_offloaded", "does_not_fit"]
+_COLUMNS = ("tp", "dp", "ep", "expert_tp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +46,7 @@ class Fit:
     num_params: int
     active_params: int
     layout: Mapping[str, int]  # tp, dp, ep, expert_tp of the layout that the numbers are for
-    rank_bytes: Mapping[str, int]  # one rank, by component; with all experts on the devices
+    rank_bytes: Mapping[str, int]  # one rank, by component
     rank_have_bytes: int
     expert_share: Mapping[Tier, float]  # of the routed experts, by tier
 
@@ -75,42 +79,66 @@ def fit(
     _check(model, batch, context, weight_format)
     profile = profile_named(profile_name, cluster)
     formats = Formats(dense=weight_format, experts=weight_format, kv_bits=kv_bits)
-    splits = legal_splits(model, cluster.num_devices)
+    splits = _fewest_offloaded(
+        model, cluster, legal_splits(model, cluster.num_devices), batch, context, profile, formats
+    )
     seqs = np.ceil(batch / splits.dp)
     parts = memory_per_rank(
         model, splits, num_seqs=seqs, context=float(context), max_rows=seqs, formats=formats, profile=profile
     )
     rank = np.broadcast_to(sum(parts.values()), np.shape(splits.tp))
     have = profile.usable_memory * cluster.machine.memory_bytes
+    held = tiers(model, cluster, splits.num_offloaded, cluster.num_devices, formats.experts)
+    missing = np.maximum(rank - have, 0.0) * cluster.num_devices + held.missing
     work = Work(num_seqs=seqs, new_tokens=1.0, past=float(context - 1))
-    cost = step_cost(model, cluster, splits, work, profile=profile, formats=formats)
+    cost = step_cost(model, cluster, splits, work, profile=profile, formats=formats, shares=skewed(model))
     speed = tokens_per_second(cost, float(batch))
-    does_fit = rank <= have
-    best = int(np.argmax(np.where(does_fit, speed.value, -1.0))) if does_fit.any() else int(np.argmin(rank))
-    one = _one(splits, best)
-    placement = place(
-        model,
-        cluster,
-        one,
-        num_seqs=float(seqs[best]),
-        context=float(context),
-        profile=profile,
-        formats=formats,
+    good = np.where(missing <= 0, speed.value, -1.0)
+    is_whole = np.asarray(splits.num_offloaded) <= 0
+    if (good[is_whole] > 0).any():
+        good = np.where(is_whole, good, -1.0)
+    best = int(np.argmax(good)) if good.max() > 0 else int(np.argmin(missing))
+    verdict: Verdict = "does_not_fit" if good.max() <= 0 else "fits" if is_whole[best] else "fits_offloaded"
+    places = {tier: pick(getattr(held, tier), best) for tier in TIERS}
+    each = layers_bytes(model, formats.experts)
+    have_bytes = {"device": have * cluster.num_devices, **room(cluster, cluster.num_devices)}
+    need = {"device": pick(rank, best) * cluster.num_devices, **{t: places[t] * each for t in TIERS[1:]}}
+    total, params = max(sum(places.values()), 1.0), count_params(model)
+    return Fit(
+        model=name, machine=str(cluster), verdict=verdict, need_bytes={t: int(need[t]) for t in TIERS},
+        have_bytes={t: int(have_bytes[t]) for t in TIERS}, missing_bytes=math.ceil(missing[best]),
+        tokens_per_s=None if verdict == "does_not_fit" else speed.at(best), batch=batch, context=context,
+        num_params=params.num_total, active_params=params.num_active,
+        layout={key: int(pick(getattr(splits, key), best)) for key in ("tp", "dp", "ep", "expert_tp")},
+        rank_bytes={key: int(pick(size, best)) for key, size in parts.items()}, rank_have_bytes=int(have),
+        expert_share={tier: number / total for tier, number in places.items()},
+    )  # fmt: skip
+
+
+def _fewest_offloaded(
+    model: ModelSpec, cluster: Cluster, splits: Split, batch: int, context: int, profile: Profile,
+    formats: Formats,
+) -> Split:  # fmt: skip
+    """The splits, each with the fewest experts outside the devices with which it fits; all where none does."""
+    most = max((moe.num_experts for _, moe in model.moe_layers), default=0)
+    count = len(np.asarray(splits.tp))
+    columns = {name: np.repeat(np.asarray(getattr(splits, name)), most + 1) for name in _COLUMNS}
+    every = Split(**columns, num_offloaded=np.tile(np.arange(most + 1.0), count))
+    seqs = np.ceil(batch / every.dp)
+    parts = memory_per_rank(
+        model, every, num_seqs=seqs, context=float(context), max_rows=seqs, formats=formats, profile=profile
     )
-    verdict: Verdict = "fits"
-    found: Interval | None = speed.at(best)
-    if not does_fit.any():
-        verdict, found = "does_not_fit", None
-        if placement.missing == 0 and model.moe_layers:
-            verdict = "fits_offloaded"
-            slow = offloaded_step(
-                model, cluster, one, replace(work, num_seqs=float(seqs[best])), placement, profile=profile,
-                formats=formats,
-            )  # fmt: skip
-            found = tokens_per_second(slow, float(batch))
-    return _answer(model, name, cluster, verdict, placement, found, one, batch, context, have, {
-        key: int(np.broadcast_to(size, np.shape(splits.tp))[best]) for key, size in parts.items()
-    })  # fmt: skip
+    fits = sum(parts.values()) <= profile.usable_memory * cluster.machine.memory_bytes
+    fits = np.broadcast_to(fits, (count * (most + 1),)).reshape(count, most + 1)
+    return replace(splits, num_offloaded=np.where(fits.any(axis=1), np.argmax(fits, axis=1), most) * 1.0)
+
+
+def tokens_per_second(cost: Cost, num_tokens: float) -> Interval:
+    """Tokens of a step by its seconds."""
+    seconds = step_seconds(cost)
+    return Interval(
+        value=num_tokens / seconds.value, low=num_tokens / seconds.high, high=num_tokens / seconds.low
+    )
 
 
 def legal_splits(model: ModelSpec, num_devices: int) -> Split:
@@ -138,13 +166,6 @@ def legal_splits(model: ModelSpec, num_devices: int) -> Split:
     return Split(tp=tps_N, dp=num_devices / tps_N, ep=eps_N, expert_tp=num_devices / eps_N)
 
 
-def _one(splits: Split, idx: int) -> Split:
-    return Split(
-        tp=float(np.asarray(splits.tp)[idx]), dp=float(np.asarray(splits.dp)[idx]),
-        ep=float(np.asarray(splits.ep)[idx]), expert_tp=float(np.asarray(splits.expert_tp)[idx]),
-    )  # fmt: skip
-
-
 def _check(model: ModelSpec, batch: int, context: int, weight_format: str | None) -> None:
     if batch < 1 or context < 1:
         raise ConfigError(f"batch and context must be at least 1, got {batch} and {context}")
@@ -152,21 +173,3 @@ def _check(model: ModelSpec, batch: int, context: int, weight_format: str | None
         raise ConfigError(f"a context of {context} is beyond the model's {model.max_position} positions")
     if weight_format is not None and weight_format not in WEIGHT_BITS:
         raise ConfigError(f"unknown weight format {weight_format!r}; {nearest(weight_format, WEIGHT_BITS)}")
-
-
-def _answer(
-    model: ModelSpec, name: str, cluster: Cluster, verdict: Verdict, placement: Placement,
-    speed: Interval | None, split: Split, batch: int, context: int, have: float,
-    rank_bytes: Mapping[str, int],
-) -> Fit:  # fmt: skip
-    params = count_params(model)
-    need, missing = dict(placement.need), placement.missing
-    if verdict == "fits":
-        missing = 0
-    return Fit(
-        model=name, machine=str(cluster), verdict=verdict, need_bytes=need, have_bytes=dict(placement.have),
-        missing_bytes=missing, tokens_per_s=speed, batch=batch, context=context, num_params=params.num_total,
-        active_params=params.num_active,
-        layout={key: int(getattr(split, key)) for key in ("tp", "dp", "ep", "expert_tp")},
-        rank_bytes=dict(rank_bytes), rank_have_bytes=int(have), expert_share=dict(placement.expert_share),
-    )  # fmt: skip

@@ -13,7 +13,8 @@ from moesaic.cost.term import Cost, CostTerm, Interval, Par, Repeat, Source, at,
 from moesaic.planner.demand import Demand
 from moesaic.planner.pools import Rows, layout_name
 from moesaic.planner.price import Pricer
-from moesaic.planner.space import FormatChoice, Knob
+from moesaic.planner.residency import Residency, residency
+from moesaic.planner.space import Block, FormatChoice, Knob
 from moesaic.spec.hardware import Cluster
 
 Role = Literal["serve", "prefill", "decode", "attention", "experts"]
@@ -41,6 +42,7 @@ class Pool:
     batch: int
     memory: Mapping[str, float]
     usable_bytes: float
+    residency: Residency | None = None  # None: every expert is on a device
 
     @property
     def devices(self) -> int:
@@ -155,6 +157,17 @@ def make_pool(pricer: Pricer, rows: Rows, idx: int, count: int, demand: Demand) 
         role=rows.role, cluster=pricer.cluster, count=count, layout=one.row(0), choice=block.choice,
         batch=int(rows.batch[idx]), memory={name: float(size[0]) for name, size in memory.items()},
         usable_bytes=pricer.usable_bytes,
+        residency=_residency(pricer, one),
+    )  # fmt: skip
+
+
+def _residency(pricer: Pricer, one: Block) -> Residency | None:
+    num_offloaded = one.row(0)["num_offloaded"]
+    if not num_offloaded:
+        return None
+    return residency(
+        pricer.model, pricer.cluster, num_offloaded, int(one.devices[0]), one.choice.formats.experts,
+        pricer.shares,
     )  # fmt: skip
 
 

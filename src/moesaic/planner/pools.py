@@ -83,8 +83,9 @@ def layout_name(layout: Mapping[Knob, int]) -> str:
         "expert_tp": "expert tp",
         "num_micro_batches": "micro-batches",
         "num_redundant": "redundant",
+        "num_offloaded": "offloaded",
     }
-    plain: dict[str, int] = {"num_redundant": 0}
+    plain: dict[str, int] = {"num_redundant": 0, "num_offloaded": 0}
     shown = [f"{names.get(knob, knob)} {size}" for knob, size in layout.items() if size != plain.get(knob, 1)]
     return " ".join(shown) or "one device"
 

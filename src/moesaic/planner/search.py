@@ -12,11 +12,10 @@ import numpy as np
 
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.term import FloatArray
-from moesaic.errors import CapacityError, ConfigError
+from moesaic.errors import CapacityError
 from moesaic.planner.concurrency import Band, bands, rows_by_concurrency
 from moesaic.planner.demand import Demand, unit_cost
 from moesaic.planner.disaggregate import grids
-from moesaic.planner.fit import fit
 from moesaic.planner.match import (
     KIND,
     Choices,
@@ -31,6 +30,7 @@ from moesaic.planner.match import (
 from moesaic.planner.plan import Plan, serve_plan
 from moesaic.planner.pools import Refused, Rows, decode_rows, prefill_rows, serve_rows
 from moesaic.planner.price import Pricer, pricer_of
+from moesaic.planner.residency import offloaded_blocks
 from moesaic.planner.space import (
     Block,
     FormatChoice,
@@ -100,11 +100,13 @@ def search(question: Question) -> Answer:
     missed: tuple[str, ...] = ()
     demand = question.demand
     choices = collect(pricers, spaces, question, demand, refused)
+    choices = choices or _beyond_devices(pricers, question, demand)
     for dropped in _relaxations(demand):
         if choices:
             break
         missed, demand = dropped, question.demand.without(dropped)
         choices = collect(pricers, spaces, question, demand, Refused({}))
+        choices = choices or _beyond_devices(pricers, question, demand)
     if not choices:
         raise CapacityError(_nothing_fits(question, refused))
     best, runner_up = pick(choices)
@@ -180,6 +182,18 @@ def collect(
         for decoder in decoders:
             if len(prefill) and len(decoder.rate):
                 found.append(match(pricers, idx, prefill, decoder, demand))
+    return [choices for choices in found if len(choices.value)]
+
+
+def _beyond_devices(pricers: Sequence[Pricer], question: Question, demand: Demand) -> list[Choices]:
+    """Servers of both phases with experts in host memory or on disk: where nothing else holds the
+    objectives."""
+    found = []
+    for pricer in pricers:
+        space = offloaded_blocks(pricer.model, pricer.cluster, question.choices, question.pins)
+        if space:
+            rows = serve_rows(pricer, space, demand, Refused({}))
+            found.append(_serve_choices(pricer, rows, demand, len(pricers) == 1))
     return [choices for choices in found if len(choices.value)]
 
 
@@ -269,26 +283,5 @@ def _nothing_fits(question: Question, refused: Refused) -> str:
         )
     return (
         f"no layout fits {shown}: the nearest is {miss.nearest}; take more devices, fewer tokens, or "
-        f"narrower --weights and --kv{_offloaded(question)}"
+        "narrower --weights and --kv; experts in host memory or on disk do not help, see moesaic fit"
     )
-
-
-def _offloaded(question: Question) -> str:
-    """Whether one request fits with experts in host memory or on disk, as a clause."""
-    choice = question.choices[0]
-    for cluster in question.clusters:
-        try:
-            found = fit(
-                question.model, "", cluster, batch=1, context=question.demand.length,
-                weight_format=choice.weights, kv_bits=choice.formats.kv_bits,
-            )  # fmt: skip
-        except ConfigError:  # no split of the model over so many devices
-            continue
-        if found.verdict == "fits_offloaded" and found.tokens_per_s is not None:
-            places = " and ".join(tier for tier in ("host", "disk") if found.expert_share[tier] > 0)
-            speed = float(found.tokens_per_s.value)
-            return (
-                f"; with experts on {places} of {cluster} one request fits at {speed:.3g} tokens/s, see "
-                "moesaic fit"
-            )
-    return ""

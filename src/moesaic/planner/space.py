@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -18,10 +18,10 @@ from moesaic.errors import ConfigError, nearest
 from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import GqaSpec, LinearSpec, MambaSpec, MlaSpec, ModelSpec
 
-Knob = Literal["tp", "dp", "ep", "pp", "kvp", "expert_tp", "num_micro_batches", "num_redundant"]
-KNOBS: tuple[Knob, ...] = (
-    "tp", "dp", "ep", "pp", "kvp", "expert_tp", "num_micro_batches", "num_redundant"
-)  # fmt: skip
+Knob = Literal[
+    "tp", "dp", "ep", "pp", "kvp", "expert_tp", "num_micro_batches", "num_redundant", "num_offloaded"
+]
+KNOBS: tuple[Knob, ...] = get_args(Knob)
 COLUMNS = ("tp", "dp", "kvp", "ep", "expert_tp", "pp", "num_redundant")
 
 MAX_COUNTS = 48  # guess: numbers of instances or attention replicas tried are at most so many
@@ -89,10 +89,10 @@ class Block:
     def row(self, idx: int) -> dict[Knob, int]:
         """One layout as plain numbers."""
         found: dict[Knob, int] = {
-            knob: int(self.columns[knob][idx]) for knob in KNOBS if knob in self.columns
+            knob: int(self.columns[knob][idx]) if knob in self.columns else 0 for knob in KNOBS
         }
         found["num_micro_batches"] = self.num_micro_batches
-        return {knob: found[knob] for knob in KNOBS}
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +140,13 @@ class Limits:
         if knob == "pp" and value > self.num_layers:
             most = self.num_layers
             return f"pp {value} is more stages than the {most} layers; pp is at most {most}"
-        if knob in ("ep", "num_redundant") and self.num_experts is None and value > (knob == "ep"):
+        if knob == "num_offloaded" and self.num_experts is not None and value > self.num_experts:
+            return f"num_offloaded {value} is more than the {self.num_experts} experts of a layer"
+        if (
+            knob in ("ep", "num_redundant", "num_offloaded")
+            and not self.num_experts
+            and value > (knob == "ep")
+        ):
             return f"{knob} {value} needs routed experts, and this model is dense; leave it out"
         if knob == "ep" and self.num_experts is not None and value > 2 * self.num_experts:
             return (
@@ -217,7 +223,7 @@ def blocks(
     can_overlap = (columns["dp"] > 1) & (columns["ep"] > 1)
     found = []
     for choice in choices:
-        for micro_batches in (1, 2):
+        for micro_batches in (1, 2) if not pins.get("num_offloaded") else ():
             if pins.get("num_micro_batches", micro_batches) != micro_batches:
                 continue
             chosen = np.full(len(rows), True) if micro_batches == 1 else can_overlap
@@ -336,8 +342,9 @@ def check_pins(model: ModelSpec, cluster: Cluster, pins: Mapping[Knob, int]) -> 
     """
     limits = Limits.of(model)
     for knob, value in pins.items():
-        if value < (knob != "num_redundant"):
-            raise ConfigError(f"{knob} must be at least {int(knob != 'num_redundant')}, got {value}")
+        least = int(knob not in ("num_redundant", "num_offloaded"))
+        if value < least:
+            raise ConfigError(f"{knob} must be at least {least}, got {value}")
         reason = limits.refusal(knob, value)
         if reason is not None:
             raise ConfigError(reason)

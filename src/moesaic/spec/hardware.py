@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -134,17 +134,43 @@ def cluster(text: str, extra: Path | None = None) -> Cluster:
 
     Raises: ConfigError for an unknown machine (with the nearest), and for counts below 1 or absurd.
     """
-    match = re.fullmatch(r"(.*?)(?:x(\d+))?(?:x(\d+))?", text.strip().lower())
-    if match is None or not match.group(1):
-        raise ConfigError(f"{text!r} names no machine; write it as in h200x8x4: device x per node x nodes")
-    found = machine(match.group(1), extra)
-    per_node, num_nodes = (int(group) if group else 1 for group in match.groups()[1:])
+    name, per_node, num_nodes = _parts(text.strip().lower(), MACHINES if extra is None else machine_names(extra))
+    found = machine(name, extra)
     if per_node < 1 or num_nodes < 1 or per_node * num_nodes > MAX_DEVICES:
         raise ConfigError(
             f"{text!r} has {per_node} x {num_nodes} devices; both must be at least 1 and their product at "
             f"most {MAX_DEVICES}"
         )
     return Cluster(machine=found, devices_per_node=per_node, num_nodes=num_nodes)
+
+
+def _parts(text: str, names: Sequence[str]) -> tuple[str, int, int]:
+    """(name, per node, nodes); a name may end in x, and its hyphens may be left out.
+
+    Raises: ConfigError for no name, and for counts that follow a name without the x between them.
+    """
+    for name in sorted(names, key=len, reverse=True):
+        spelled = "-?".join(re.escape(part) for part in name.split("-"))
+        match = re.fullmatch(rf"{spelled}(?:x(\d+))?(?:x(\d+))?", text)
+        if match is not None:
+            per_node, num_nodes = (int(group) if group else 1 for group in match.groups())
+            return name, per_node, num_nodes
+    for name in names:
+        close = re.fullmatch(rf"{re.escape(name)}([1-9]\d*(?:x\d+)?)", text)
+        if close is not None:
+            raise ConfigError(
+                f"unknown machine {text!r}; did you mean {name}x{close.group(1)}? A machine is written "
+                f"device x per node x nodes, and this device is called {name}"
+            )
+    match = re.fullmatch(r"(.*?)(?:x(\d+))?(?:x(\d+))?", text)
+    if match is None or not match.group(1):
+        raise ConfigError(f"{text!r} names no machine; write it as in h200x8x4: device x per node x nodes")
+    return match.group(1), int(match.group(2) or 1), int(match.group(3) or 1)
+
+
+def machine_names(extra: Path) -> tuple[str, ...]:
+    """Names of all machines, those of `extra` too."""
+    return (*_machines_of(extra), *MACHINES)
 
 
 @cache

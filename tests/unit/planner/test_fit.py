@@ -45,9 +45,9 @@ def test_offloading_fills_the_fastest_tier_first_and_loses_nothing() -> None:
     assert found.verdict == "fits_offloaded"
     assert sum(found.expert_share.values()) == pytest.approx(1.0)
     assert found.need_bytes["device"] <= found.have_bytes["device"]
-    assert found.expert_share["disk"] == 0 or found.need_bytes["host"] == pytest.approx(
-        found.have_bytes["host"], abs=2
-    )
+    one = 58 * 44.04e6 * 1.01  # an expert of every layer
+    assert found.expert_share["disk"] > 0
+    assert found.have_bytes["host"] - one < found.need_bytes["host"] <= found.have_bytes["host"]
     assert 0.1 < found.tokens_per_s.value < 2  # most of it comes from one drive
 
 

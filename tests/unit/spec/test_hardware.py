@@ -136,3 +136,25 @@ def test_the_machines_that_planning_needs() -> None:
         assert found.number("power_w", 0) > 0
         assert found.num_devices_per_node >= 4
         assert found.link_bytes_per_s is not None
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_machine_takes_counts_with_its_hyphens_or_without(name: str) -> None:
+    for spelled in (name, name.replace("-", ""), name.upper()):
+        assert str(cluster(f"{spelled}x8x4")) == f"{name}x8x4"
+        assert str(cluster(spelled)) == f"{name}x1x1"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("mi300x8", r"unknown machine 'mi300x8'; did you mean mi300xx8\? .* is called mi300x"),
+        ("mi355x8x4", r"did you mean mi355xx8x4"),
+        ("h2008", r"did you mean h200x8"),
+        ("h2000", r"unknown machine 'h2000'; did you mean h200"),
+        ("", "names no machine"),
+    ],
+)
+def test_near_misses_are_named(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cluster(text)
