@@ -8,6 +8,7 @@ from textwrap import wrap
 from moesaic.cost.term import Interval
 from moesaic.planner.concurrency import Band
 from moesaic.planner.plan import Plan, Pool
+from moesaic.planner.residency import Residency
 from moesaic.planner.search import Answer, Question
 from moesaic.units import format_bytes, format_seconds
 
@@ -25,8 +26,8 @@ def render(model: str, question: Question, answer: Answer, bands: Sequence[Band]
         "answer", [_throughput(best), f"TPOT {_interval(best.tpot)}, TTFT {_interval(best.ttft)} (no queue)"]
     )
     lines += [line for pool in best.pools for line in _row(pool.role, [str(pool), _batch(pool)])]
-    for pool in best.pools:
-        lines += _row("experts", [_residency(pool)]) if pool.residency is not None else []
+    for held in (pool.residency for pool in best.pools if pool.residency is not None):
+        lines += _row("experts", [_residency(held)])
     lines += _row("bottleneck", [best.bottleneck])
     if answer.runner_up is not None:
         lines += _row("runner-up", _runner_up(best, answer.runner_up))
@@ -89,9 +90,7 @@ def _batch(pool: Pool) -> str:
     return f"{pool.batch} {what}; weights {stored}, KV {pool.choice.kv}, dispatch {pool.choice.dispatch}"
 
 
-def _residency(pool: Pool) -> str:
-    held = pool.residency
-    assert held is not None
+def _residency(held: Residency) -> str:
     places = [(held.device, "on the devices"), (held.host, "in host memory"), (held.disk, "on disk")]
     shown = ", ".join(f"{count} {place}" for count, place in places if count)
     return (

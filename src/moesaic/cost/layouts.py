@@ -12,8 +12,9 @@ import numpy as np
 
 from moesaic.account.memory import WEIGHT_BITS, expert_bytes
 from moesaic.account.params import dense_params, norm_params, router_params
-from moesaic.cost import comm, offload, ops
+from moesaic.cost import comm, ops
 from moesaic.cost.load import ExpertShares, assumed_shares, busiest_rows
+from moesaic.cost.offload import Offload
 from moesaic.cost.ops import ACTIVATION_BYTES, Context, Formats, Work
 from moesaic.cost.profile import Profile
 from moesaic.cost.roofline import host
@@ -174,13 +175,12 @@ class _Walk:
             shared = (ops.dense("shared_experts", moe.shared, rows, self._attention_ranks(), self.ctx),)
         if not np.any(split.num_offloaded):
             return routed, *shared
-        both = offload.beside_host(
-            routed, shared, moe, tokens=rows * split.dp, num_offloaded=split.num_offloaded,
-            devices=split.ranks * split.pp, model=self.ctx.model, cluster=self.cluster,
-            expert_format=self.ctx.formats.experts, profile=self.ctx.profile, shares=self.shares,
-            moe_idx=moe_idx,
+        elsewhere = Offload(
+            model=self.ctx.model, cluster=self.cluster, expert_format=self.ctx.formats.experts,
+            profile=self.ctx.profile, shares=self.shares, num_offloaded=split.num_offloaded,
+            devices=split.ranks * split.pp,
         )  # fmt: skip
-        return (both,)
+        return (elsewhere.layer(routed, shared, moe, moe_idx, rows * split.dp),)
 
     def head(self) -> Cost:
         """Logits of the sequences of a replica, split over its ranks, and the rows of the embedding."""
@@ -253,7 +253,7 @@ class _Walk:
             ("combine", formats.combine_bits),
         )
         for name, bits in ways:
-            copies = own_rows * copies_per_token(moe, split.ep, self.ctx.profile) * split.expert_tp * factor
+            copies = own_rows * self._copies(moe) * split.expert_tp * factor
             near, far = self._near_and_far(copies * moe.row_width * bits / 8)
             sent = comm.all_to_all(
                 name, near_bytes=near, far_bytes=far, ranks=np.where(is_one | is_sliced, 1.0, split.ranks),
@@ -265,6 +265,18 @@ class _Walk:
             )  # fmt: skip
             terms += [sent, gathered]
         return [term for term in terms if np.any(term.seconds.value > 0)]
+
+    def _copies(self, moe: MoeSpec) -> Number:
+        """Rows that a token sends to other ranks.
+
+        Decode over several nodes sends every choice by itself, whatever the profile: the kernels made for few
+        rows do. Source: DeepEP's low-latency kernels, whose published bytes are tokens * k * width.
+        """
+        profile = self.ctx.profile
+        once = copies_per_token(moe, self.split.ep, profile)
+        is_alone = (np.asarray(self.work.new_tokens) <= 1) & (self.split.ranks > self.cluster.link_domain)
+        each = copies_per_token(moe, self.split.ep, replace(profile, sends_once=False))
+        return np.where(is_alone, each, once)
 
     def _receive_factor(self, moe: MoeSpec, moe_idx: int, own_rows: Number) -> Number:
         """How much more the busiest rank receives than the mean: transfers end with it."""

@@ -17,7 +17,7 @@ from moesaic.cost.load import ExpertShares
 from moesaic.cost.profile import Profile
 from moesaic.cost.roofline import part_of, spread
 from moesaic.cost.term import Cost, CostTerm, FloatArray, Number, Par, Resource, Seq
-from moesaic.spec.hardware import Cluster, Machine
+from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import ModelSpec, MoeSpec
 
 Tier = Literal["device", "host", "disk"]
@@ -112,64 +112,81 @@ def transfer_s(num_bytes: float, bytes_per_s: float, compute_s: float = 0.0) -> 
     return load_s, max(0.0, load_s - compute_s)
 
 
-def beside_host(
-    routed: CostTerm, beside: tuple[Cost, ...], moe: MoeSpec, *, tokens: Number, num_offloaded: Number,
-    devices: Number, model: ModelSpec, cluster: Cluster, expert_format: str | None, profile: Profile,
-    shares: ExpertShares, moe_idx: int,
-) -> Cost:  # fmt: skip
-    """A layer's experts, of which the coldest are elsewhere; `routed` is the term with all on the devices.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offload:
+    """What pricing needs to know of an instance whose `num_offloaded` coldest experts are elsewhere.
 
-    Few rows are computed on the host where the weights are; with many rows the weights are sent to the
-    devices: whichever ends first. Both go on beside the resident experts and `beside`, so only what takes
-    longer shows.
+    Shapes:  num_offloaded and devices are numbers, or arrays over candidates.
     """
-    machine, layer = cluster.machine, shares.of_layer(moe_idx)
-    nodes = np.asarray(devices, np.float64) / cluster.devices_per_node
-    args = layer, moe.num_experts, moe.experts_per_token, tokens
-    held = tiers(model, cluster, num_offloaded, devices, expert_format)
-    rows = np.asarray(tokens, np.float64) * moe.experts_per_token
-    cold_rows = rows * cold_share(layer, moe.num_experts, num_offloaded)
-    read, every = cold_distinct(*args, num_offloaded), cold_distinct(*args, moe.num_experts)
-    one = expert_bytes(model, moe, expert_format)
-    disk_s = cold_distinct(*args, held.disk) * one / (machine.number("disk_bytes_per_s", 1.0) * nodes)
-    flops = 2.0 * cold_rows * expert_params(moe)
-    read_s, compute_s = _host_seconds(machine, profile, nodes, read * one, flops)
-    bus = machine.number("host_link_bytes_per_s", 0.0) * BUS_SHARE * np.asarray(devices, np.float64)
-    # A device without a bus is the host itself: what is read from disk is in its own memory.
-    bus_s = read * one / bus if machine.number("host_link_bytes_per_s", 0.0) else 0.0 * read
-    here = part_of(routed, 1.0 - cold_rows / np.maximum(rows, 1e-9), 1.0 - read / every, profile)
-    own_s, all_s = here.seconds.value, routed.seconds.value
-    stays = np.maximum(np.maximum(read_s, compute_s), own_s) <= np.maximum(bus_s, all_s)
-    parts: tuple[tuple[Resource, Number, Number, Number], ...] = (
-        ("memory", stays, np.where(stays, read_s, 0.0), np.where(stays, compute_s, 0.0)),
-        ("host_link", ~stays, np.where(stays, 0.0, bus_s), 0.0 * bus_s),
-        ("disk", held.disk, disk_s, 0.0 * disk_s),
-    )
-    loads = tuple(
-        CostTerm(
-            name="expert_load", resource=resource, seconds=spread(np.maximum(moved_s, product_s), profile),
-            flops=flops * (resource == "memory"), bytes=read * one, memory_s=moved_s, compute_s=product_s,
-            source=profile.source,
+
+    model: ModelSpec
+    cluster: Cluster
+    expert_format: str | None
+    profile: Profile
+    shares: ExpertShares
+    num_offloaded: Number
+    devices: Number
+
+    def layer(
+        self, routed: CostTerm, beside: tuple[Cost, ...], moe: MoeSpec, moe_idx: int, tokens: Number
+    ) -> Cost:
+        """A layer's experts; `routed` is the term with all of them on the devices.
+
+        Few rows are computed on the host, where the weights are; with many rows the weights are sent to the
+        devices: whichever ends first. Both go on beside the resident experts and `beside`, so only what takes
+        longer shows.
+        """
+        layer, profile, machine = self.shares.of_layer(moe_idx), self.profile, self.cluster.machine
+        args = layer, moe.num_experts, moe.experts_per_token, tokens
+        held = tiers(self.model, self.cluster, self.num_offloaded, self.devices, self.expert_format)
+        one = expert_bytes(self.model, moe, self.expert_format)
+        rows = np.asarray(tokens, np.float64) * moe.experts_per_token
+        cold = cold_share(layer, moe.num_experts, self.num_offloaded)
+        read, every = cold_distinct(*args, self.num_offloaded), cold_distinct(*args, moe.num_experts)
+        flops = 2.0 * rows * cold * expert_params(moe)
+        read_s, compute_s = self._host_seconds(read * one, flops)
+        bus_s = self._bus_seconds(read * one)
+        disk_s = (
+            cold_distinct(*args, held.disk) * one / (machine.number("disk_bytes_per_s", 1.0) * self._nodes)
         )
-        for resource, used, moved_s, product_s in parts if np.any(used)
-    )  # fmt: skip
-    kept = part_of(
-        routed, np.where(stays, 1.0 - cold_rows / np.maximum(rows, 1e-9), 1.0),
-        np.where(stays, 1.0 - read / every, 1.0), profile,
-    )  # fmt: skip
-    return Par((Seq((kept, *beside)), *loads))
+        kept = part_of(routed, 1.0 - cold, 1.0 - read / every, profile)
+        here_s = np.maximum(np.maximum(read_s, compute_s), kept.seconds.value)
+        stays = here_s <= np.maximum(bus_s, routed.seconds.value)
+        parts: tuple[tuple[Resource, Number, Number, Number], ...] = (
+            ("memory", stays, np.where(stays, read_s, 0.0), np.where(stays, compute_s, 0.0)),
+            ("host_link", ~stays, np.where(stays, 0.0, bus_s), 0.0 * bus_s),
+            ("disk", held.disk, disk_s, 0.0 * disk_s),
+        )
+        loads = tuple(
+            CostTerm(
+                name="expert_load", resource=resource, seconds=spread(np.maximum(moved_s, product_s), profile),
+                flops=flops * (resource == "memory"), bytes=read * one, memory_s=moved_s, compute_s=product_s,
+                source=profile.source,
+            )
+            for resource, is_used, moved_s, product_s in parts if np.any(is_used)
+        )  # fmt: skip
+        gone, unread = np.where(stays, cold, 0.0), np.where(stays, read / every, 0.0)
+        return Par((Seq((part_of(routed, 1.0 - gone, 1.0 - unread, profile), *beside)), *loads))
 
+    @property
+    def _nodes(self) -> Number:
+        return np.asarray(self.devices, np.float64) / self.cluster.devices_per_node
 
-def _host_seconds(
-    machine: Machine, profile: Profile, nodes: Number, num_bytes: Number, flops: Number
-) -> tuple[Number, Number]:
-    """(reading, computing) on the hosts of some nodes; without end where the file knows no host."""
-    rate, flops_per_s = (
-        machine.number(name, 0.0) for name in ("host_memory_bytes_per_s", "host_flops_per_s")
-    )
-    if not rate or not flops_per_s:
-        return np.full(np.shape(num_bytes), np.inf), np.zeros(np.shape(num_bytes))
-    return (
-        num_bytes / (HOST_READ_SHARE * rate * nodes),
-        flops / (profile.compute_share["experts"] * flops_per_s * nodes),
-    )
+    def _host_seconds(self, num_bytes: Number, flops: Number) -> tuple[Number, Number]:
+        """(reading, computing) on the hosts; without end where the machine's file knows no host."""
+        number = self.cluster.machine.number
+        rate, flops_per_s = number("host_memory_bytes_per_s", 0.0), number("host_flops_per_s", 0.0)
+        if not rate or not flops_per_s:
+            return np.full(np.shape(num_bytes), np.inf), np.zeros(np.shape(num_bytes))
+        share = self.profile.compute_share["experts"]
+        return (
+            num_bytes / (HOST_READ_SHARE * rate * self._nodes),
+            flops / (share * flops_per_s * self._nodes),
+        )
+
+    def _bus_seconds(self, num_bytes: Number) -> Number:
+        """A device without a bus is the host itself: what is read from disk is in its own memory."""
+        rate = self.cluster.machine.number("host_link_bytes_per_s", 0.0)
+        return (
+            num_bytes / (BUS_SHARE * rate * np.asarray(self.devices, np.float64)) if rate else 0.0 * num_bytes
+        )

@@ -119,7 +119,7 @@ def _fewest_offloaded(
     model: ModelSpec, cluster: Cluster, splits: Split, batch: int, context: int, profile: Profile,
     formats: Formats,
 ) -> Split:  # fmt: skip
-    """The splits, each with the fewest experts outside the devices with which it fits; all where none does."""
+    """The splits, each with the fewest experts outside the devices with which it fits; or all of them."""
     most = max((moe.num_experts for _, moe in model.moe_layers), default=0)
     count = len(np.asarray(splits.tp))
     columns = {name: np.repeat(np.asarray(getattr(splits, name)), most + 1) for name in _COLUMNS}

@@ -47,6 +47,7 @@ def test_json_has_the_promised_keys(tmp_path):
             assert set(pool) >= {"role", "machine", "num_gpus", "layout", "batch", "memory_bytes_per_rank"}
             assert set(pool["layout"]) == {
                 "tp", "dp", "ep", "pp", "kvp", "expert_tp", "num_micro_batches", "num_redundant",
+                "num_offloaded",
             }  # fmt: skip
     for miss in found["ruled_out"].values():
         assert set(miss) == {"count", "nearest"}
@@ -80,9 +81,12 @@ def test_a_missed_objective_is_exit_3_with_the_best_and_what_it_takes():
 
 
 def test_what_does_not_fit_names_the_tiers_that_would_hold_it():
-    refused = run("plan", "qwen3-30b-a3b", "--machine", "rtx-4090", "--isl", "512", "--osl", "100")
+    found = run("plan", "qwen3-30b-a3b", "--machine", "rtx4090", "--concurrency", "1")
+    assert found.exit_code == 0
+    assert "on the devices, 92 in host memory" in found.stdout
+    refused = run("plan", "llama-3.1-405b", "--machine", "rtx-4090")
     assert isinstance(refused.exception, CapacityError)
-    assert "experts on host of rtx-4090x1x1 one request fits at" in str(refused.exception)
+    assert "experts in host memory or on disk do not help" in str(refused.exception)
 
 
 @pytest.mark.parametrize(

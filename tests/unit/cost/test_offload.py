@@ -135,9 +135,11 @@ def test_popular_experts_on_the_device_help() -> None:
     [
         # KTransformers, DeepSeek-V3 Q4_K_M: RTX 4090 and one or two Xeon Gold 6454S.
         ("deepseek-v3", "rtx-4090",
-         {"host_memory_bytes": 1e12, "host_memory_bytes_per_s": 307.2e9, "host_flops_per_s": 1e13}, 1000, 8.73),
+         {"host_memory_bytes": 1e12, "host_memory_bytes_per_s": 307.2e9, "host_flops_per_s": 1e13},
+         1000, 8.73),
         ("deepseek-v3", "rtx-4090",
-         {"host_memory_bytes": 1e12, "host_memory_bytes_per_s": 614.4e9, "host_flops_per_s": 2e13}, 1000, 12.2),
+         {"host_memory_bytes": 1e12, "host_memory_bytes_per_s": 614.4e9, "host_flops_per_s": 2e13},
+         1000, 12.2),
         # llama.cpp, Qwen3-30B-A3B Q4_K_M: RTX 2080 of 8 GB and DDR4.
         ("qwen3-30b-a3b", "rtx-4090",
          {"memory_bytes": 8e9, "memory_bytes_per_s": 448e9, "host_memory_bytes": 64e9,
@@ -163,7 +165,7 @@ def test_where_llama_cpp_puts_qwen() -> None:
 
 
 MEASURED = {0.0: 53.0, 0.1: 57.0, 0.5: 71.0, 0.8: 85.0, 1.0: 112.6}
-"""Tokens per second of Qwen3-Next-80B FP8 on four RTX 4090 by the share of experts there; means of policies."""
+"""Tokens per second of Qwen3-Next-80B FP8 on four RTX 4090 by share of experts there; mean of policies."""
 
 
 def test_share_of_experts_on_four_devices() -> None:

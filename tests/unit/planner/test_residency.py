@@ -35,11 +35,11 @@ def test_search_equals_a_scan_over_every_layout_batch_and_number_of_experts():
     asked = question("mixtral-8x7b", "rtx-4090x2", tpot_s=1.0)
     demand, cards, best = asked.demand, asked.clusters[0], 0.0
     for tp, dp, ep, off in [
-        (tp, dp, ep, off)
-        for tp, dp in ((1, 1), (2, 1), (1, 2))
-        for ep in range(1, tp * dp + 1)
-        for off in range(1, 9)
-        if ep <= max(8 - off, 1)
+        (heads, replicas, spread, outside)
+        for heads, replicas in ((1, 1), (2, 1), (1, 2))
+        for spread in range(1, heads * replicas + 1)
+        for outside in range(1, 9)
+        if spread <= max(8 - outside, 1)
     ]:
         split = Split(tp=tp, dp=dp, ep=ep, expert_tp=tp * dp // ep, num_offloaded=off)
         batch = np.arange(1.0, 600.0)
