@@ -68,11 +68,11 @@ class Split:
 def split_of(layout: Layout, num_redundant: int = 0) -> Split:
     """The numbers of a colocated layout of a deployment.
 
-    Raises: ConfigError for experts on ranks of their own, which `pingpong` prices.
+    Raises: ConfigError for experts on ranks of their own, which `two_sided` prices.
     """
     if layout.is_split:
         raise ConfigError(
-            "attention and experts on different ranks are not one step; see moesaic.cost.pingpong"
+            "attention and experts on different ranks are not one step; see moesaic.cost.two_sided"
         )
     size = layout.attention.size
     return Split(

@@ -159,8 +159,8 @@ class Offload:
         )
         loads = tuple(
             CostTerm(
-                name="expert_load", resource=resource, seconds=spread(np.maximum(moved_s, product_s), profile),
-                flops=flops * (resource == "memory"), bytes=read * one, memory_s=moved_s, compute_s=product_s,
+                name="expert_load", resource=resource,
+                seconds=spread(np.maximum(moved_s, product_s), profile), flops=flops * (resource == "memory"), bytes=read * one, memory_s=moved_s, compute_s=product_s,
                 source=profile.source,
             )
             for resource, is_used, moved_s, product_s in parts if np.any(is_used)

@@ -1,6 +1,6 @@
-"""Attention and experts on different ranks: micro-batches go to and fro between the two sides.
+"""Micro-batches that go to and fro between attention and experts: closed forms, their conditions, balance.
 
-Source: MegaScale-Infer, arXiv:2504.02263: sec. 4.2 (ping-pong pipeline), 4.3 (performance model).
+Source: MegaScale-Infer, arXiv:2504.02263: sec. 4.1 (ping-pong pipeline), 4.2 (deployment plan search).
 """
 
 from __future__ import annotations
@@ -11,24 +11,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.cost import comm, ops
-from moesaic.cost.load import EVEN, ExpertShares
-from moesaic.cost.ops import ACTIVATION_BYTES, Context, Formats, Work
-from moesaic.cost.profile import Profile
-from moesaic.cost.term import CostTerm, Number
+from moesaic.cost.term import Cost, CostTerm, Interval, Number, Par, Repeat, Seq, TermName, step_seconds
 from moesaic.errors import ConfigError
-from moesaic.spec.hardware import Cluster
-from moesaic.spec.model import LayerSpec, ModelSpec, MoeSpec
+
+EQUAL = 0.9  # guess: sides that differ by less than a tenth count as equal
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sides:
-    """How ranks are shared out. Shapes: numbers, or arrays over candidates."""
+def ping_pong(
+    attention: Cost, dispatch: Cost, experts: Cost, combine: Cost, layers: float, many: Number
+) -> Cost:
+    """`layers` equal layers over `many` micro-batches and four resources: attention, there, experts, and
+    back, whether or not they are always busy.
 
-    num_attention: Number  # attention nodes of attention_tp ranks
-    attention_tp: Number
-    num_experts: int  # expert nodes of expert_tp ranks, one expert each
-    expert_tp: Number
+    Source: T = R + (L - 1) max(m a, m d, m e, m c, R) + (m - 1) max(a, d, e, c), R being the round trip of
+    one micro-batch; the paper's formula (5) is its case of full overlap. Exact against an event simulation,
+    see tests/unit/cost/test_two_sided.py.
+    """
+    stages = (attention, dispatch, experts, combine)
+    round_trip = Seq(stages)
+    period = Par((*(Repeat(many, stage) for stage in stages), round_trip))
+    drain = Repeat(np.asarray(many, np.float64) - 1, Par(stages))
+    return Seq((round_trip, Repeat(layers - 1, period), drain))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,63 +44,40 @@ class Stage:
 
     @property
     def forward_s(self) -> Number:
-        """The slower side."""
+        """The slower side: Tf."""
         return np.maximum(self.attention_s, self.expert_s)
 
-
-def stage(
-    model: ModelSpec, attention: Cluster, experts: Cluster, sides: Sides, work: Work, *, profile: Profile,
-    formats: Formats | None = None, shares: ExpertShares = EVEN,
-) -> Stage:  # fmt: skip
-    """Times of a micro-batch; `work` is that of one attention node.
-
-    Source: MegaScale-Infer, arXiv:2504.02263, eq. 6: a transfer ends with the slower of sender and receiver.
-    Raises: ConfigError for a model whose layers are not all alike and sparse.
-    """
-    formats = formats or Formats()
-    layer, moe = _only_layer(model)
-    left = Context(model=model, machine=attention.machine, profile=profile, formats=formats)
-    right = Context(model=model, machine=experts.machine, profile=profile, formats=formats)
-    row_bytes = model.hidden * ACTIVATION_BYTES
-    mixed = ops.mixer(layer, work, sides.attention_tp, 1.0, left)
-    summed = comm.all_reduce(
-        "attention_all_reduce", num_bytes=work.rows * row_bytes, ranks=sides.attention_tp, cluster=attention,
-        profile=profile,
-    )  # fmt: skip
-    choices = work.rows * sides.num_attention * moe.experts_per_token
-    rows = choices / sides.num_experts
-    routed = ops.experts(
-        moe, 0.0, work.rows * sides.num_attention, sides.num_experts, sides.expert_tp, 0.0, right, shares, 0
-    )
-    gathered = comm.all_reduce(
-        "ffn_all_reduce", num_bytes=rows * row_bytes, ranks=sides.expert_tp, cluster=experts, profile=profile
-    )
-    sent = work.rows * moe.experts_per_token * row_bytes / sides.attention_tp
-    received = rows * row_bytes / sides.expert_tp
-    latency = profile.exchange_factor * comm.network_latency(attention)
-    transfer_s = latency + np.maximum(
-        sent / comm.network_rate(attention, profile), received / comm.network_rate(experts, profile)
-    )
-    return Stage(
-        attention_s=_seconds((*mixed, summed)), expert_s=_seconds((routed, gathered)), transfer_s=transfer_s
-    )
+    @property
+    def round_trip_s(self) -> Number:
+        """Ta + Te + 2 Tc."""
+        return self.attention_s + self.expert_s + 2 * self.transfer_s
 
 
 def pipeline_seconds(one: Stage, num_micro_batches: Number, num_layers: int) -> Number:
-    """Seconds of a step of `num_micro_batches` through `num_layers`, whether or not the pipeline is full.
+    """Seconds of a step of `num_micro_batches` through `num_layers` equal layers, by `ping_pong`."""
+    names: tuple[TermName, ...] = ("attention", "dispatch", "experts", "combine")
+    times = (one.attention_s, one.transfer_s, one.expert_s, one.transfer_s)
+    terms = [
+        CostTerm(name=name, resource="compute", seconds=Interval.exactly(np.asarray(seconds, np.float64)))
+        for name, seconds in zip(names, times, strict=True)
+    ]
+    tree = ping_pong(*terms, num_layers, np.asarray(num_micro_batches, np.float64))
+    return step_seconds(tree).value
 
-    Source: a round trip takes R = Ta + Te + 2 Tc; a layer C = max(m Ta, m Te, m Tc, R); the last micro-batch
-    ends (m - 1) max(Ta, Te, Tc) after the first. Equal to an event simulation.
-    """
-    m = np.asarray(num_micro_batches, np.float64)
-    round_trip = one.attention_s + one.expert_s + 2 * one.transfer_s
-    slowest = np.maximum(one.forward_s, one.transfer_s)
-    layer_s = np.maximum(m * slowest, round_trip)
-    return round_trip + (num_layers - 1) * layer_s + (m - 1) * slowest
+
+def busy_share(one: Stage, num_micro_batches: int, num_layers: int) -> float:
+    """Share of a step in which the slower side computes."""
+    total = float(pipeline_seconds(one, num_micro_batches, num_layers))
+    return num_micro_batches * num_layers * float(one.forward_s) / total
+
+
+def overlapped_seconds(one: Stage, num_micro_batches: int, num_layers: int) -> float:
+    """Formula (5): (Ta + Te + 2 Tc) + Tf (m L - 1), whether or not its conditions hold."""
+    return float(one.round_trip_s + one.forward_s * (num_micro_batches * num_layers - 1))
 
 
 def paper_seconds(one: Stage, num_micro_batches: int, num_layers: int) -> float:
-    """The paper's formula (5), where its conditions hold.
+    """Formula (5) where its conditions hold.
 
     Raises: ConfigError naming the condition that does not hold.
     """
@@ -110,7 +90,7 @@ def paper_seconds(one: Stage, num_micro_batches: int, num_layers: int) -> float:
             f"formula (5) needs transfers ({transfer_s:g} s) shorter than the slower side ({forward_s:g} s); "
             "use pipeline_seconds"
         )
-    if min(attention_s, expert_s) < 0.9 * forward_s:
+    if min(attention_s, expert_s) < EQUAL * forward_s:
         raise ConfigError(
             f"formula (5) needs equal sides, got {attention_s:g} and {expert_s:g} s; use pipeline_seconds"
         )
@@ -120,24 +100,52 @@ def paper_seconds(one: Stage, num_micro_batches: int, num_layers: int) -> float:
             f"formula (5) needs at least 2 (1 + Tc / Tf) = {least:.2f} micro-batches, got "
             f"{num_micro_batches}; use pipeline_seconds"
         )
-    return attention_s + expert_s + 2 * transfer_s + forward_s * (num_micro_batches * num_layers - 1)
+    return overlapped_seconds(one, num_micro_batches, num_layers)
+
+
+def paper_micro_batches(one: Stage) -> int:
+    """The paper's condition: m >= 2 (1 + Tc / Tf). More than needed where the sides differ."""
+    return math.ceil(2 * (1 + float(one.transfer_s / one.forward_s)) - 1e-9)
 
 
 def fewest_micro_batches(one: Stage) -> int:
     """The fewest with which the slowest resource never waits: m max(Ta, Te, Tc) >= Ta + Te + 2 Tc."""
     slowest = float(np.maximum(one.forward_s, one.transfer_s))
-    return math.ceil(float(one.attention_s + one.expert_s + 2 * one.transfer_s) / slowest - 1e-9)
+    return math.ceil(float(one.round_trip_s) / slowest - 1e-9)
 
 
-def _seconds(terms: Sequence[CostTerm]) -> Number:
-    return sum((term.seconds.value for term in terms), 0.0)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """seconds = slope * rows + start, fitted by least squares; fit is R squared."""
+
+    slope: float
+    start: float
+    fit: float
 
 
-def _only_layer(model: ModelSpec) -> tuple[LayerSpec, MoeSpec]:
-    first = model.layers[0]
-    if not isinstance(first.ffn, MoeSpec) or any(layer != first for layer in model.layers):
-        raise ConfigError(
-            "attention and experts on different ranks are priced for models whose layers are all alike and "
-            "sparse"
-        )
-    return first, first.ffn
+def fit_line(rows: Sequence[float], seconds: Sequence[float]) -> Line:
+    """The paper's model of a side from measured or priced times.
+
+    Source: Ta(b) = k1 b + k2, Te(b) = k3 b + k4 (sec. 4.2). A side that reads weights has a floor, which a
+    line does not have: `fit` says how well it does.
+    """
+    x, y = np.asarray(rows, np.float64), np.asarray(seconds, np.float64)
+    slope, start = np.polyfit(x, y, 1)
+    left, spread = np.square(y - (slope * x + start)).sum(), np.square(y - y.mean()).sum()
+    return Line(slope=float(slope), start=float(start), fit=float(1 - left / spread) if spread else 1.0)
+
+
+def balanced_replicas(attention: Line, experts: Line, num_experts: int, experts_per_token: int) -> float:
+    """Attention replicas at which both sides take equally long: n_a = k1 E / (k3 K).
+
+    Source: k1 b = k3 n_a b K / E: of the rows of n_a replicas of b sequences, an expert gets K / E.
+    """
+    return attention.slope * num_experts / (experts.slope * experts_per_token)
+
+
+def per_price(
+    num_tokens: float, seconds: float, attention_devices: float, expert_devices: float,
+    attention_price: float, expert_price: float,
+) -> float:  # fmt: skip
+    """Tokens per second and price: tpuc = (B / T) / (tp_a n_a Cost_a + tp_e E Cost_e)."""
+    return num_tokens / seconds / (attention_devices * attention_price + expert_devices * expert_price)

@@ -15,8 +15,10 @@ from moesaic.cost import comm, ops
 from moesaic.cost.layouts import Split, layer_kinds, memory_per_rank
 from moesaic.cost.load import CHANCE, ExpertShares, busiest_rows
 from moesaic.cost.ops import ACTIVATION_BYTES, Context, Formats, Work
+from moesaic.cost.pingpong import Stage, ping_pong
 from moesaic.cost.profile import Profile
-from moesaic.cost.term import Cost, CostTerm, Number, Par, Repeat, Seq, TermName
+from moesaic.cost.term import Cost, CostTerm, Number, Par, Repeat, Seq, TermName, step_seconds
+from moesaic.errors import ConfigError
 from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import DenseSpec, LayerSpec, ModelSpec, MoeSpec
 
@@ -55,23 +57,6 @@ class Sides:
     profiles: tuple[Profile, Profile]  # of attention, of experts
 
 
-def ping_pong(
-    attention: Cost, dispatch: Cost, experts: Cost, combine: Cost, layers: float, many: Number
-) -> Cost:
-    """`layers` equal layers over `many` micro-batches and four resources: attention, there, experts, and
-    back.
-
-    Source: T = R + (L - 1) max(m a, m d, m e, m c, R) + (m - 1) max(a, d, e, c), R being the round trip of
-    one micro-batch; the formula (5) of MegaScale-Infer, arXiv:2504.02263, is its case of full overlap. Exact
-    against an event simulation, see tests/unit/cost/test_two_sided.py.
-    """
-    stages = (attention, dispatch, experts, combine)
-    round_trip = Seq(stages)
-    period = Par((*(Repeat(many, stage) for stage in stages), round_trip))
-    drain = Repeat(np.asarray(many, np.float64) - 1, Par(stages))
-    return Seq((round_trip, Repeat(layers - 1, period), drain))
-
-
 def two_sided_step(
     model: ModelSpec,
     sides: Sides,
@@ -95,6 +80,30 @@ def two_sided_step(
     if sides.profiles[0].counts_all:
         parts.append(Repeat(many, ops.head(work.num_seqs, grid.tp, walk.context(0))))
     return Seq(tuple(parts))
+
+
+def stage(
+    model: ModelSpec,
+    sides: Sides,
+    grid: TwoSides,
+    work: Work,
+    *,
+    formats: Formats,
+    shares: ExpertShares = CHANCE,
+) -> Stage:
+    """Seconds of one micro-batch in the first sparse layer; a transfer is the longer of both ways.
+
+    Raises: ConfigError for a dense model.
+    """
+    walk = _Walk(sides=sides, grid=grid, work=work, shares=shares, model=model, formats=formats)
+    for layer in model.layers:
+        if isinstance(layer.ffn, MoeSpec):
+            parts = walk.attention(layer), *walk.experts(layer.ffn, 0)
+            attention_s, dispatch_s, expert_s, combine_s = (step_seconds(part).value for part in parts)
+            return Stage(
+                attention_s=attention_s, expert_s=expert_s, transfer_s=np.maximum(dispatch_s, combine_s)
+            )
+    raise ConfigError("a dense model has no experts to put on ranks of their own")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,10 +12,8 @@ from moesaic.cost import ops
 from moesaic.cost.layouts import Split, largest_batch, memory_per_rank, step_cost
 from moesaic.cost.load import EVEN, ExpertShares
 from moesaic.cost.ops import Formats, Work
-from moesaic.cost.pingpong import Sides, fewest_micro_batches, paper_seconds, pipeline_seconds, stage
 from moesaic.cost.profile import PAPER
 from moesaic.cost.term import seconds_by_name, step_seconds
-from moesaic.errors import ConfigError
 from moesaic.spec.families import read_config
 from moesaic.spec.hardware import cluster, machine
 from moesaic.spec.locate import preset
@@ -108,62 +106,6 @@ def test_largest_batch_on_eight_cards(name: str, batch: int, speed: float) -> No
     found = largest_batch(model(name), cluster("h100x8"), split, context=1024, profile=PAPER)
     assert found == batch
     assert batch / tensor_parallel(name, np.array([float(batch)]))[0] == pytest.approx(speed, rel=5e-4)
-
-
-# -- attention and experts on different ranks ------------------------------------------------------------
-
-A800 = cluster("a800x8x4")
-PLANS = {"mixtral-8x22b": (8, 1, 4, 620), "dbrx": (16, 3, 2, 321)}
-
-
-def plan_stage(name: str):
-    experts, nodes, tp, batch = PLANS[name]
-    sides = Sides(num_attention=nodes, attention_tp=tp, num_experts=experts, expert_tp=1)
-    work = Work(num_seqs=batch, new_tokens=1, past=650)
-    return stage(model(name), A800, A800, sides, work, profile=PAPER)
-
-
-@pytest.mark.parametrize(("name", "ratio"), [("mixtral-8x22b", 0.450743), ("dbrx", 0.903878)])
-def test_transfer_by_compute(name: str, ratio: float) -> None:
-    one = plan_stage(name)
-    assert float(one.transfer_s / one.forward_s) == pytest.approx(ratio, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "gains"), [("mixtral-8x22b", (1.98711, 1.3706, 1.0)), ("dbrx", (1.98621, 1.49, 1.197))]
-)
-def test_what_more_micro_batches_bring(name: str, gains: tuple[float, ...]) -> None:
-    one, layers = plan_stage(name), len(model(name).layers)
-    speed = np.arange(1, 5) / np.array([float(pipeline_seconds(one, m, layers)) for m in range(1, 5)])
-    assert speed[1:] / speed[:-1] == pytest.approx(gains, abs=6e-3)
-
-
-def test_micro_batches_needed_and_where_the_papers_formula_holds() -> None:
-    mixtral = plan_stage("mixtral-8x22b")
-    assert fewest_micro_batches(mixtral) == 3
-    with pytest.raises(ConfigError, match="formula \\(5\\) needs equal sides"):
-        paper_seconds(mixtral, 3, 56)
-    even = replace(mixtral, attention_s=4e-4, expert_s=4e-4, transfer_s=1e-4)
-    assert paper_seconds(even, 3, 56) == pytest.approx(float(pipeline_seconds(even, 3, 56)))
-    with pytest.raises(ConfigError, match=r"at least 2 \(1 \+ Tc / Tf\) = 2.50 micro-batches, got 2"):
-        paper_seconds(even, 2, 56)
-    with pytest.raises(ConfigError, match="needs transfers"):
-        paper_seconds(replace(even, transfer_s=5e-4), 3, 56)
-
-
-def test_closed_form_equals_an_event_simulation() -> None:
-    rng = np.random.default_rng(0)
-    one = plan_stage("dbrx")
-    for _ in range(200):
-        a, e, c = rng.uniform(0.1, 2.0, 3)
-        m, layers = int(rng.integers(1, 5)), int(rng.integers(1, 9))
-        free, ready = [0.0] * 4, [0.0] * m
-        for _ in range(layers):
-            for resource, seconds in enumerate((a, c, e, c)):
-                for i in range(m):
-                    ready[i] = free[resource] = max(free[resource], ready[i]) + seconds
-        found = pipeline_seconds(replace(one, attention_s=a, expert_s=e, transfer_s=c), m, layers)
-        assert float(found) == pytest.approx(max(ready), rel=1e-12)
 
 
 # -- contexts of a million tokens -------------------------------------------------------------------------

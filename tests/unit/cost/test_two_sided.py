@@ -3,9 +3,10 @@ import pytest
 
 from moesaic.cost.load import EVEN
 from moesaic.cost.ops import Formats, Work
+from moesaic.cost.pingpong import ping_pong
 from moesaic.cost.profile import PAPER
 from moesaic.cost.term import CostTerm, Interval, step_seconds
-from moesaic.cost.two_sided import Sides, TwoSides, ping_pong, two_sided_memory, two_sided_step
+from moesaic.cost.two_sided import Sides, TwoSides, two_sided_memory, two_sided_step
 from moesaic.spec.families import read_config
 from moesaic.spec.hardware import cluster
 from moesaic.spec.locate import locate
