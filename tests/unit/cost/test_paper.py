@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from moesaic.account.memory import WEIGHT_BITS
-from moesaic.cost import ops
 from moesaic.cost.layouts import Split, largest_batch, memory_per_rank, step_cost
 from moesaic.cost.load import EVEN, ExpertShares
 from moesaic.cost.ops import Formats, Work
@@ -106,42 +102,6 @@ def test_largest_batch_on_eight_cards(name: str, batch: int, speed: float) -> No
     found = largest_batch(model(name), cluster("h100x8"), split, context=1024, profile=PAPER)
     assert found == batch
     assert batch / tensor_parallel(name, np.array([float(batch)]))[0] == pytest.approx(speed, rel=5e-4)
-
-
-# -- contexts of a million tokens -------------------------------------------------------------------------
-
-LONG = replace(PAPER, launch_s=dict.fromkeys(PAPER.launch_s, 0.0))
-FP4 = Formats(dense="int4", experts="int4", kv_bits=4, ends_bits=4)
-
-
-@pytest.fixture
-def four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of 4 bits without scales, as the figures count them."""
-    monkeypatch.setattr(ops, "WEIGHT_BITS", {**WEIGHT_BITS, "int4": 4.0})
-
-
-def long_context(split: Split, batch: float = 1.0) -> tuple[float, dict[str, float]]:
-    work = Work(num_seqs=batch, new_tokens=1, past=1e6 - 1)
-    llama, rack = model("llama-3.1-405b"), cluster("gb200x4x18")
-    cost = step_cost(llama, rack, split, work, profile=LONG, formats=FP4, shares=EVEN)
-    return float(step_seconds(cost).value), {k: float(v) for k, v in seconds_by_name(cost).items()}
-
-
-@pytest.mark.usefixtures("four_bits")
-def test_lowest_latency_with_split_context_and_without() -> None:
-    helix = Split(tp=8, kvp=8, expert_tp=64)
-    seconds, parts = long_context(helix)
-    assert seconds == pytest.approx(2.29e-3, rel=2e-3)
-    assert parts["kv_exchange"] / seconds == pytest.approx(0.165, abs=1e-3)
-    assert long_context(Split(tp=64, expert_tp=64))[0] == pytest.approx(3.83e-3, rel=2e-3)
-
-
-@pytest.mark.usefixtures("four_bits")
-def test_overlap_over_requests_brings_little() -> None:
-    helix = Split(tp=8, kvp=8, expert_tp=64)
-    gain = long_context(helix, 8)[0] / long_context(replace(helix, overlaps_requests=True), 8)[0] - 1
-    assert gain == pytest.approx(0.0776, abs=2e-3)
-    assert long_context(replace(helix, overlaps_requests=True))[0] == long_context(helix)[0]
 
 
 def test_price_performance() -> None:
