@@ -83,7 +83,7 @@ class LongContext:
         return total * ctx.stored(is_expert=False)[1] / 8
 
     def grids(self, way: Way, most: int) -> Iterator[tuple[int, int]]:
-        """(tp, kvp) of up to `most` devices: powers of two; a context is split beside at most its KV heads."""
+        """(tp, kvp) of up to `most` devices, powers of two; a split context has tp up to its KV heads."""
         heads = min(
             layer.mixer.num_kv_heads for layer in self.model.layers if isinstance(layer.mixer, GqaSpec)
         )
@@ -97,7 +97,7 @@ class LongContext:
             tp *= 2
 
     def best(self, way: Way, limit_s: float, *, most: int = 64, overlaps: bool = False) -> Best | None:
-        """The grid and batch with the most tokens per second and device whose step takes at most `limit_s`."""
+        """The grid and batch with the most tokens per second and device, a step taking at most `limit_s`."""
         found: Best | None = None
         for tp, kvp in self.grids(way, most):
             low, high = 0, self.largest_batch(way, tp, kvp)

@@ -159,12 +159,18 @@ class Offload:
         )
         loads = tuple(
             CostTerm(
-                name="expert_load", resource=resource,
-                seconds=spread(np.maximum(moved_s, product_s), profile), flops=flops * (resource == "memory"), bytes=read * one, memory_s=moved_s, compute_s=product_s,
+                name="expert_load",
+                resource=resource,
+                memory_s=moved_s,
+                compute_s=product_s,
+                seconds=spread(np.maximum(moved_s, product_s), profile),
+                bytes=read * one,
+                flops=flops * (resource == "memory"),
                 source=profile.source,
             )
-            for resource, is_used, moved_s, product_s in parts if np.any(is_used)
-        )  # fmt: skip
+            for resource, is_used, moved_s, product_s in parts
+            if np.any(is_used)
+        )
         gone, unread = np.where(stays, cold, 0.0), np.where(stays, read / every, 0.0)
         return Par((Seq((part_of(routed, 1.0 - gone, 1.0 - unread, profile), *beside)), *loads))
 
