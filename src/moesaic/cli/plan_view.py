@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from textwrap import wrap
 
 from moesaic.cost.term import Interval
+from moesaic.planner.compare import Way
 from moesaic.planner.concurrency import Band
 from moesaic.planner.plan import Plan, Pool
 from moesaic.planner.residency import Residency
@@ -31,6 +32,7 @@ def render(model: str, question: Question, answer: Answer, bands: Sequence[Band]
     lines += _row("bottleneck", [best.bottleneck])
     if answer.runner_up is not None:
         lines += _row("runner-up", _runner_up(best, answer.runner_up))
+    lines += _row("ways", [_way(way, plan) for way, plan in answer.ways.items()])
     lines += _memory(best.pools)
     lines += _row("EP or not?", [_band(band) for band in bands]) if bands else []
     lines += _row("ruled out", [
@@ -102,6 +104,14 @@ def _residency(held: Residency) -> str:
 def _interval(interval: Interval) -> str:
     value, low, high = (float(one) for one in (interval.value, interval.low, interval.high))
     return f"{format_seconds(value)} ({format_seconds(low)} to {format_seconds(high)})"
+
+
+def _way(way: Way, plan: Plan) -> str:
+    price = "" if plan.price is None else f", {plan.tokens_per_s / plan.price:.4g} per price"
+    return (
+        f"{way}: {_rate(plan.tokens_per_s_per_gpu)} tokens/s per GPU{price}, TPOT "
+        f"{format_seconds(float(plan.tpot.value))}"
+    )
 
 
 def _runner_up(best: Plan, other: Plan) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moesaic.cost.term import Interval
+from moesaic.planner.compare import TRADES
 from moesaic.planner.concurrency import Band
 from moesaic.planner.plan import Plan, Pool
 from moesaic.planner.search import Answer
@@ -20,6 +21,15 @@ def as_json(answer: Answer, bands: Sequence[Band]) -> dict[str, Any]:
         "missed": [name.removesuffix("_s") for name in answer.missed],
         "best": _plan(answer.best),
         "runner_up": None if answer.runner_up is None else _plan(answer.runner_up),
+        "ways": {
+            way: {
+                "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
+                "tokens_per_s_per_price": None if plan.price is None else plan.tokens_per_s / plan.price,
+                "tpot_s": _interval(plan.tpot), "ttft_s": _interval(plan.ttft),
+                "pools": [str(pool) for pool in plan.pools], "trade": TRADES[way],
+            }
+            for way, plan in answer.ways.items()
+        },
         "ruled_out": {
             reason: {"count": miss.count, "nearest": miss.nearest} for reason,
             miss in answer.ruled_out.items()

@@ -13,6 +13,7 @@ import numpy as np
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.term import FloatArray
 from moesaic.errors import CapacityError
+from moesaic.planner.compare import Way, best_of_each
 from moesaic.planner.concurrency import Band, bands, rows_by_concurrency
 from moesaic.planner.demand import Demand, unit_cost
 from moesaic.planner.disaggregate import grids
@@ -80,6 +81,7 @@ class Answer:
     num_candidates: int
     search_s: float
     missed: tuple[str, ...] = ()
+    ways: Mapping[Way, Plan] = field(default_factory=dict)  # the best of each way to deploy
 
 
 def search(question: Question) -> Answer:
@@ -113,7 +115,7 @@ def search(question: Question) -> Answer:
     return Answer(
         best=best, runner_up=runner_up, ruled_out=refused.misses,
         num_candidates=sum(pricer.counted[0] for pricer in pricers), search_s=time.perf_counter() - start,
-        missed=missed,
+        missed=missed, ways=best_of_each(choices),
     )  # fmt: skip
 
 
@@ -165,7 +167,9 @@ def collect(
     for idx, (pricer, space) in enumerate(zip(pricers, spaces, strict=True)):
         if space:
             served = serve_rows(pricer, space, demand, refused)
-            found.append(_serve_choices(pricer, served, demand, is_one))
+            is_inside = served.devices <= pricer.cluster.devices_per_node
+            for rows in (served.take(is_inside), served.take(~is_inside)):
+                found.append(_serve_choices(pricer, rows, demand, is_one))
         if not space or not can_part:
             prefills.append(_none(space))
             continue
