@@ -12,6 +12,7 @@ from moesaic.cost.layouts import Split, step_cost
 from moesaic.cost.load import EVEN
 from moesaic.cost.ops import Work
 from moesaic.cost.profile import PAPER
+from moesaic.cost.term import leaves
 from moesaic.errors import ConfigError
 from moesaic.planner.advice import batch_within, exchange_share, habits, suitability
 from moesaic.planner.compare import WAYS, way_of
@@ -68,14 +69,8 @@ def test_expert_reads_of_a_layer_against_a_dense_one() -> None:
         cost = step_cost(
             model(name), cluster("h100x8"), Split(tp=8, expert_tp=8), work, profile=PAPER, shares=EVEN
         )
-        (one,) = [leaf for leaf in _leaves(cost) if leaf.name == term]
+        (one,) = [leaf for _, leaf in leaves(cost) if leaf.name == term]
         assert float(one.memory_s) * 1e6 == pytest.approx(microseconds, rel=3e-3)
-
-
-def _leaves(cost):
-    from moesaic.cost.term import leaves
-
-    return [term for _, term in leaves(cost)]
 
 
 def test_memory_by_all_parameters_and_operations_by_active_ones() -> None:
