@@ -22,6 +22,11 @@ def render(model: str, question: Question, answer: Answer, bands: Sequence[Band]
     """The answer, why, what else, and what not."""
     best = answer.best
     lines = [f"{model} on {' + '.join(str(one) for one in question.clusters)}, {_asked(question)}"]
+    if question.demand.length > question.model.max_position:
+        lines += _row("note", [
+            f"{question.demand.length} positions are beyond the model's {question.model.max_position}; "
+            "priced as if it had them"
+        ])  # fmt: skip
     lines += _missed(question, answer)
     lines += _row(
         "answer", [_throughput(best), f"TPOT {_interval(best.tpot)}, TTFT {_interval(best.ttft)} (no queue)"]

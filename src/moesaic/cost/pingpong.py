@@ -61,7 +61,8 @@ def pipeline_seconds(one: Stage, num_micro_batches: Number, num_layers: int) -> 
         CostTerm(name=name, resource="compute", seconds=Interval.exactly(np.asarray(seconds, np.float64)))
         for name, seconds in zip(names, times, strict=True)
     ]
-    tree = ping_pong(*terms, num_layers, np.asarray(num_micro_batches, np.float64))
+    there, back = terms[1], terms[3]
+    tree = ping_pong(terms[0], there, terms[2], back, num_layers, np.asarray(num_micro_batches, np.float64))
     return step_seconds(tree).value
 
 

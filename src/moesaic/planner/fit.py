@@ -122,7 +122,9 @@ def _fewest_offloaded(
     """The splits, each with the fewest experts outside the devices with which it fits; or all of them."""
     most = max((moe.num_experts for _, moe in model.moe_layers), default=0)
     count = len(np.asarray(splits.tp))
-    columns = {name: np.repeat(np.asarray(getattr(splits, name)), most + 1) for name in _COLUMNS}
+    columns: dict[str, Any] = {
+        name: np.repeat(np.asarray(getattr(splits, name)), most + 1) for name in _COLUMNS
+    }
     every = Split(**columns, num_offloaded=np.tile(np.arange(most + 1.0), count))
     seqs = np.ceil(batch / every.dp)
     parts = memory_per_rank(

@@ -29,7 +29,7 @@ def offloaded_blocks(
         return []
     step = max(1, most // NUM_LEVELS)
     levels = [pins["num_offloaded"]] if "num_offloaded" in pins else range(step, most + 1, step)
-    kept = {knob: value for knob, value in pins.items() if knob != "num_offloaded"}
+    kept: dict[Knob, int] = {knob: value for knob, value in pins.items() if knob != "num_offloaded"}
     space, _ = blocks(model, replace(cluster, num_nodes=1), choices, {**kept, **_FIXED})
     found = []
     for block in space:

@@ -280,10 +280,14 @@ def _nothing_fits(question: Question, refused: Refused) -> str:
     if miss is None:
         sizes = ", ".join(str(size) for size in instance_sizes(question.clusters[0]))
         pins = " ".join(f"{knob} {value}" for knob, value in question.pins.items())
+        alone = (
+            ", and experts outside the devices go with pp 1, kvp 1, one micro-batch and no redundant slots"
+            if question.pins.get("num_offloaded")
+            else ""
+        )
         return (
             f"no layout has {pins} on {shown}: instances have {sizes} devices, and dp x kvp x tp = ep x "
-            f"expert_tp; give "
-            "fewer of the numbers"
+            f"expert_tp{alone}; give fewer of the numbers"
         )
     return (
         f"no layout fits {shown}: the nearest is {miss.nearest}; take more devices, fewer tokens, or "

@@ -8,7 +8,7 @@ from moesaic.cost.offload import tiers
 from moesaic.cost.ops import Work
 from moesaic.cost.profile import PAPER
 from moesaic.cost.term import step_seconds
-from moesaic.errors import CapacityError
+from moesaic.errors import CapacityError, ConfigError
 from moesaic.planner.answer import as_json
 from moesaic.planner.demand import Demand
 from moesaic.planner.deployment import deployment_of
@@ -106,10 +106,22 @@ def test_the_file_and_the_json_say_where_experts_are():
     assert pool["layout"]["num_offloaded"] == 96
 
 
+def test_more_ranks_than_experts_need_copies_or_slices():
+    """Eight experts over sixteen ranks: refused as they are, two copies or halves of each are legal."""
+    with pytest.raises(
+        ConfigError, match=r"8 experts \+ 0 redundant = 8 slots / ep 16 .* redundant slots are 8"
+    ):
+        search(question("mixtral-8x7b", "h100x8x2", pins={"ep": 16, "num_redundant": 0}))
+    for pins in ({"ep": 16, "num_redundant": 8}, {"ep": 8, "expert_tp": 2}, {"ep": 8}):
+        assert search(question("mixtral-8x7b", "h100x8x2", pins=pins)).best.value > 0
+
+
 def test_layouts_that_cannot_be_are_left_out():
     asked = question("mixtral-8x7b", "rtx-4090x2")
     args = asked.model, asked.clusters[0], asked.choices
     assert offloaded_blocks(*args, {"pp": 2}) == []
+    with pytest.raises(CapacityError, match="experts outside the devices go with pp 1, kvp 1"):
+        search(question("mixtral-8x7b", "rtx-4090x2", pins={"num_offloaded": 4, "pp": 2}))
     assert blocks(*args, {"num_offloaded": 3})[0] == []
     dense = question("llama-3.1-8b", "rtx-4090")
     assert offloaded_blocks(dense.model, dense.clusters[0], dense.choices, {}) == []

@@ -228,6 +228,7 @@ def test_skew_costs_and_redundant_experts_cure_it():
         ({"tp": 6}, r"128 attention heads / tp 6 = 21\.33; the nearest legal numbers are 4 and 8"),
         ({"expert_tp": 3}, r"2048 columns of an expert / expert_tp 3 = 682\.67; .* 2 and 4"),
         ({"ep": 24, "num_redundant": 0}, r"256 experts \+ 0 redundant = 256 slots / ep 24 = 10\.67.* 8"),
+        ({"num_offloaded": 300}, "num_offloaded 300 is more than the 256 experts of a layer"),
         ({"ep": 64}, r"ep 64 needs at least 64 devices, h200x8x1 has 8"),
         ({"pp": 70}, r"pp 70 is more stages than the 61 layers"),
         ({"tp": 0}, "tp must be at least 1"),
