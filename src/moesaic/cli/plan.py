@@ -12,6 +12,7 @@ import typer
 from moesaic.cli.plan_view import render
 from moesaic.cost.load import ExpertShares
 from moesaic.errors import ConfigError, nearest
+from moesaic.planner.advice import Advice, habits, suitability
 from moesaic.planner.answer import as_json
 from moesaic.planner.demand import OBJECTIVES, Demand, Objective
 from moesaic.planner.deployment import deployment_of
@@ -132,7 +133,7 @@ def _show(
     Raises: Exit with code 3 when an objective was missed.
     """
     answer = search(question)
-    bands = ep_bands(question)
+    bands, advice = ep_bands(question), advice_on(question, answer.best.num_sequences, recorded is not None)
     if output is not None:
         write_text(output, deployment_of(answer.best, question.model, recorded).to_json())
     if report is not None:
@@ -140,14 +141,24 @@ def _show(
         if report.suffix == ".svg":
             write_text(report, made.picture(answer.best, question))
         else:
-            text = render(model, question, answer, bands)
+            text = render(model, question, answer, bands, advice)
             write_text(report, made.page(f"A plan for {model}", text, answer.best, question))
     if is_json:
-        typer.echo(json.dumps(as_json(answer, bands), indent=2, allow_nan=False))
+        typer.echo(json.dumps(as_json(answer, bands, advice), indent=2, allow_nan=False))
     else:
-        typer.echo(render(model, question, answer, bands))
+        typer.echo(render(model, question, answer, bands, advice))
     if answer.missed:
         raise typer.Exit(3)
+
+
+def advice_on(question: Question, num_sequences: int, has_load: bool) -> tuple[Advice, ...]:
+    """Rules of thumb for the first of the machines."""
+    cluster = question.clusters[0]
+    profile = question.pricer(cluster).profile
+    return (
+        *suitability(question.model, cluster, question.demand),
+        *habits(question.model, cluster, profile, has_load=has_load, batch=num_sequences),
+    )
 
 
 def _load_name(spec: ModelSpec, load: Path | None, skew: float | None) -> str:

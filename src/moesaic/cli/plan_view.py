@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from textwrap import wrap
 
 from moesaic.cost.term import Interval
+from moesaic.planner.advice import Advice, worth_saying
 from moesaic.planner.compare import Way
 from moesaic.planner.concurrency import Band
 from moesaic.planner.plan import Plan, Pool
@@ -18,7 +19,9 @@ WIDTH = 96  # of the text beside the labels
 _OPTION = {"tpot_s": "--tpot-ms", "ttft_s": "--ttft-ms", "concurrency": "--concurrency"}
 
 
-def render(model: str, question: Question, answer: Answer, bands: Sequence[Band]) -> str:
+def render(
+    model: str, question: Question, answer: Answer, bands: Sequence[Band], advice: Sequence[Advice] = ()
+) -> str:
     """The answer, why, what else, and what not."""
     best = answer.best
     lines = [f"{model} on {' + '.join(str(one) for one in question.clusters)}, {_asked(question)}"]
@@ -40,6 +43,7 @@ def render(model: str, question: Question, answer: Answer, bands: Sequence[Band]
     lines += _row("ways", [_way(way, plan) for way, plan in answer.ways.items()])
     lines += _memory(best.pools)
     lines += _row("EP or not?", [_band(band) for band in bands]) if bands else []
+    lines += _row("advice", worth_saying(advice))
     lines += _row("ruled out", [
         f"{miss.count} by {_reason(name)}, nearest {miss.nearest}" for name, miss in answer.ruled_out.items()
     ] or ["nothing"])  # fmt: skip

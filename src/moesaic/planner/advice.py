@@ -24,6 +24,10 @@ FAST = 2.0  # guess: a time per token this near to reading the active weights al
 LONG_ANSWER = 128  # guess: tokens from which decoding, not the prompt, is most of a request
 
 
+SPOKEN = ("memory", "requests at a time", "length of answers", "latency", "statistics", "formats")
+"""Topics that a plan's screen has a line for; the layout itself says the rest."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
     """One rule: whether it speaks for the thing, and the arithmetic."""
@@ -111,6 +115,15 @@ def habits(
             "as long as weights are read for fewer rows than a product takes",
         ),
     )  # fmt: skip
+
+
+def worth_saying(advice: Sequence[Advice]) -> list[str]:
+    """What speaks against a sparse model here, and what to do first, as sentences."""
+    return [
+        f"{one.topic}: {one.reason}"
+        for one in advice
+        if one.holds == (one.topic in ("statistics", "formats")) and one.topic in SPOKEN
+    ]
 
 
 def exchange_share(cost: Cost) -> float:

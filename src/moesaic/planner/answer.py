@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from moesaic.cost.term import Interval
+from moesaic.planner.advice import Advice
 from moesaic.planner.compare import TRADES
 from moesaic.planner.concurrency import Band
 from moesaic.planner.plan import Plan, Pool
 from moesaic.planner.search import Answer
 
 
-def as_json(answer: Answer, bands: Sequence[Band]) -> dict[str, Any]:
+def as_json(answer: Answer, bands: Sequence[Band], advice: Sequence[Advice] = ()) -> dict[str, Any]:
     """The answer; `missed` names objectives that no layout meets, and `best` is then the best without
     them."""
     return {
@@ -30,6 +31,7 @@ def as_json(answer: Answer, bands: Sequence[Band]) -> dict[str, Any]:
             }
             for way, plan in answer.ways.items()
         },
+        "advice": [{"topic": one.topic, "holds": one.holds, "reason": one.reason} for one in advice],
         "ruled_out": {
             reason: {"count": miss.count, "nearest": miss.nearest} for reason,
             miss in answer.ruled_out.items()

@@ -21,6 +21,7 @@ from moesaic.spec.hardware import Cluster, Fact
 SKEWS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 FACTORS = (0.5, 0.75, 1.0, 1.5, 2.0)
 RATES = {"memory": "memory_bytes_per_s", "link": "link_bytes_per_s", "network": "network_bytes_per_s"}
+HOST_RATES = {"host memory": "host_memory_bytes_per_s", "host link": "host_link_bytes_per_s"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,14 +39,16 @@ class Sensitivity:
 def sensitivities(plan: Plan, question: Question) -> list[Sensitivity]:
     """Over the skew of the experts, and over the rates of memory, link and network as factors of the file's.
 
-    A rate that no machine of the plan has, or the skew of a dense model, is left out.
+    With experts outside the devices, over those of the host's memory and bus, too. A rate that no machine of
+    the plan has, or the skew of a dense model, is left out.
     """
     found = []
     moes = [moe.num_experts for _, moe in question.model.moe_layers]
     if moes and len(set(moes)) == 1:
         seconds = [_tpot(plan, replace(question, shares=skewed(question.model, skew)), {}) for skew in SKEWS]
         found.append(Sensitivity(name="skew", at=SKEWS, tpot_s=tuple(seconds)))
-    for name, fact in RATES.items():
+    is_whole = all(pool.residency is None for pool in plan.pools)
+    for name, fact in (RATES if is_whole else {**RATES, **HOST_RATES}).items():
         if any(fact in pool.cluster.machine.facts for pool in plan.pools):
             seconds = [_tpot(plan, question, {fact: factor}) for factor in FACTORS]
             found.append(Sensitivity(name=f"{name} bandwidth", at=FACTORS, tpot_s=tuple(seconds)))
@@ -106,7 +109,9 @@ def _pricer(cluster: Cluster, question: Question) -> Pricer:
 
 def _block(pool: Pool) -> Block:
     columns: dict[str, FloatArray] = {
-        knob: np.array([float(size)]) for knob, size in pool.layout.items() if knob in COLUMNS
+        knob: np.array([float(size)])
+        for knob, size in pool.layout.items()
+        if knob in (*COLUMNS, "num_offloaded")
     }
     return Block(columns=columns, num_micro_batches=pool.layout["num_micro_batches"], choice=pool.choice)
 

@@ -134,7 +134,9 @@ def cluster(text: str, extra: Path | None = None) -> Cluster:
 
     Raises: ConfigError for an unknown machine (with the nearest), and for counts below 1 or absurd.
     """
-    name, per_node, num_nodes = _parts(text.strip().lower(), MACHINES if extra is None else machine_names(extra))
+    name, per_node, num_nodes = _parts(
+        text.strip().lower(), MACHINES if extra is None else machine_names(extra)
+    )
     found = machine(name, extra)
     if per_node < 1 or num_nodes < 1 or per_node * num_nodes > MAX_DEVICES:
         raise ConfigError(

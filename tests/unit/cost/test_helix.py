@@ -107,6 +107,11 @@ def test_rings_push_the_optimum_back_to_eight_devices(llama: LongContext) -> Non
     assert min(llama.grids("helix", 64), key=lambda grid: llama.step_s("helix", *grid, 1)) == (8, 8)
 
 
+def test_short_contexts_are_not_split(llama: LongContext) -> None:
+    assert replace(llama, context=4_000).best("helix", 8e-3).kvp == 1
+    assert llama.best("helix", 8e-3).kvp > 1
+
+
 def test_reading_kv_stops_falling_beyond_the_kv_heads() -> None:
     """Eight sequences of a million tokens at 8 TB/s: 128 us a layer and rank from eight ranks on."""
     rate = machine("gb200").memory_bytes_per_s

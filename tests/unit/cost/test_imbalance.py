@@ -15,7 +15,7 @@ from moesaic.cost.imbalance import (
     straggler_share,
     with_busiest,
 )
-from moesaic.cost.load import busiest_rows, placed_shares, zipf_shares
+from moesaic.cost.load import EVEN, busiest_distinct, busiest_rows, placed_shares, zipf_shares
 
 ZIPF = zipf_shares(256, 0.6).of_layer(0)
 
@@ -65,6 +65,16 @@ def test_closed_form_of_pricing_is_near_the_draws() -> None:
     drawn = busiest_ratio(shares.of_layer(0), 8, 2000, cards=32, trials=5)
     assert priced == pytest.approx(drawn.mean, rel=0.15)
     assert drawn.mean <= priced * 1.05
+
+
+def test_skew_reads_fewer_experts_than_even_routing() -> None:
+    """128 experts, 8 of them a token, 64 tokens: 125.94 when even, about 114.6 under Zipf 0.8."""
+    shares = zipf_shares(128, 0.8)
+    rng = np.random.default_rng(0)
+    drawn = [len(np.unique(drawn_choices(shares.of_layer(0), 8, 64, rng))) for _ in range(60)]
+    assert np.mean(drawn) == pytest.approx(114.617, rel=0.02)
+    assert float(busiest_distinct(64, 8, 128, 1, EVEN, 0)) == pytest.approx(125.942, rel=1e-4)
+    assert float(busiest_distinct(64, 8, 128, 1, shares, 0)) == pytest.approx(np.mean(drawn), rel=0.05)
 
 
 def test_computing_and_receiving_are_two_skews() -> None:

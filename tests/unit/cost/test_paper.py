@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moesaic.cost.imbalance import with_busiest
-from moesaic.cost.layouts import Split, largest_batch, step_cost
+from moesaic.cost.layouts import Split, cache_bytes_per_sequence, largest_batch, step_cost
 from moesaic.cost.load import EVEN
 from moesaic.cost.ops import Formats, Work
 from moesaic.cost.profile import PAPER
@@ -153,3 +153,22 @@ def test_price_performance() -> None:
     assert per_price["h20"] / per_price["h800"] == pytest.approx(3.49, rel=0.01)
     compute = {m.name: m.flops_per_s("bfloat16") / m.number("price", 1.0) for m in (h20, l40s, h800)}
     assert compute["l40s"] / compute["h20"] == pytest.approx(4.2, rel=0.01)
+    assert per_price["h20"] / per_price["l40s"] == pytest.approx(2.8, rel=0.02)
+
+
+def test_what_prefill_hands_over_once_a_request() -> None:
+    qwen = model("qwen3-235b-a22b")
+    size = float(cache_bytes_per_sequence(qwen, Split(), 4096.0, Formats()))
+    assert size == pytest.approx(0.788529e9, rel=1e-5)
+
+
+def test_narrow_kv_doubles_the_batch() -> None:
+    split = Split(tp=8, expert_tp=8)
+    wide, narrow = (
+        float(largest_batch(
+            model("mixtral-8x22b"), cluster("h100x8"), split, context=1024, profile=PAPER,
+            formats=Formats(kv_bits=bits),
+        ))
+        for bits in (16.0, 8.0)
+    )  # fmt: skip
+    assert narrow == pytest.approx(2 * wide, abs=1)

@@ -14,7 +14,7 @@ from moesaic.cost.ops import Work
 from moesaic.cost.profile import PAPER
 from moesaic.cost.term import leaves
 from moesaic.errors import ConfigError
-from moesaic.planner.advice import batch_within, exchange_share, habits, suitability
+from moesaic.planner.advice import Advice, batch_within, exchange_share, habits, suitability, worth_saying
 from moesaic.planner.compare import WAYS, way_of
 from moesaic.planner.demand import Demand
 from moesaic.planner.economy import concurrency, crossovers, decode_curve, economy
@@ -132,6 +132,16 @@ def test_habits_follow_the_numbers() -> None:
     assert "batch" in topics("deepseek-v3", "h100x8", batch=16)
     assert "batch" not in topics("deepseek-v3", "h100x8", batch=64)
     assert habits(model("llama-3-70b"), cluster("h100x8"), PAPER, has_load=False, batch=1) == ()
+
+
+def test_what_is_said_of_it() -> None:
+    def one(topic: str, holds: bool) -> Advice:
+        return Advice(topic=topic, holds=holds, reason="because")
+
+    assert worth_saying([one("memory", False), one("statistics", True)]) == [
+        "memory: because", "statistics: because"
+    ]  # fmt: skip
+    assert worth_saying([one("memory", True), one("statistics", False), one("batch", True)]) == []
 
 
 def test_batch_by_the_share_of_exchanges() -> None:

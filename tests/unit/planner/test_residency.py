@@ -16,6 +16,7 @@ from moesaic.planner.load_file import skewed
 from moesaic.planner.question import clusters_of, format_choices
 from moesaic.planner.residency import offloaded_blocks
 from moesaic.planner.search import Question, search
+from moesaic.planner.sensitivity import FACTORS, sensitivities
 from moesaic.planner.space import blocks
 from moesaic.spec.deployment import from_json
 from moesaic.spec.families import read_config
@@ -104,6 +105,18 @@ def test_the_file_and_the_json_say_where_experts_are():
         "device": 32, "host": 96, "disk": 0, "local_share": pytest.approx(0.455, abs=0.01)
     }  # fmt: skip
     assert pool["layout"]["num_offloaded"] == 96
+
+
+def test_other_rates_of_the_host():
+    asked = question("qwen3-30b-a3b", "rtx-4090", concurrency=1)
+    plan = search(asked).best
+    found = {one.name: one for one in sensitivities(plan, asked)}
+    host = found["host memory bandwidth"]
+    assert host.tpot_s[FACTORS.index(1.0)] == pytest.approx(float(plan.tpot.value), rel=1e-9)
+    assert list(host.tpot_s) == sorted(host.tpot_s, reverse=True)
+    assert host.tpot_s[0] > 1.5 * host.tpot_s[-1]
+    whole = question("qwen3-30b-a3b", "h100")
+    assert "host memory bandwidth" not in {one.name for one in sensitivities(search(whole).best, whole)}
 
 
 def test_more_ranks_than_experts_need_copies_or_slices():
