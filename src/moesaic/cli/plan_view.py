@@ -7,6 +7,7 @@ from textwrap import wrap
 
 from moesaic.cost.term import Interval
 from moesaic.planner.advice import Advice, worth_saying
+from moesaic.planner.balanced import shown_balance
 from moesaic.planner.compare import Way
 from moesaic.planner.concurrency import Band
 from moesaic.planner.plan import Plan, Pool
@@ -37,6 +38,8 @@ def render(
     lines += [line for pool in best.pools for line in _row(pool.role, [str(pool), _batch(pool)])]
     for held in (pool.residency for pool in best.pools if pool.residency is not None):
         lines += _row("experts", [_residency(held)])
+    balance = shown_balance(question, best)
+    lines += _row("ping-pong", [balance]) if balance is not None else []
     lines += _row("bottleneck", [best.bottleneck])
     if answer.runner_up is not None:
         lines += _row("runner-up", _runner_up(best, answer.runner_up))

@@ -12,14 +12,17 @@ from itertools import product
 import numpy as np
 
 from moesaic.cost.ops import Work
-from moesaic.cost.pingpong import Line, Stage, balanced_replicas, fit_line
+from moesaic.cost.pingpong import Line, Stage, balanced_replicas, fit_line, paper_micro_batches
 from moesaic.cost.term import Number
 from moesaic.cost.two_sided import Sides, TwoSides, stage
 from moesaic.planner.demand import Demand, unit_cost
 from moesaic.planner.disaggregate import grids
+from moesaic.planner.plan import Plan
 from moesaic.planner.pools import Refused
 from moesaic.planner.price import Pricer
+from moesaic.planner.search import Question
 from moesaic.planner.space import FormatChoice, Knob, divisors
+from moesaic.units import format_seconds
 
 MICRO_BATCHES = (3, 4)  # fewer never hide the transfers, more never paid
 SEQUENCES = (32.0, 64.0, 128.0, 256.0, 512.0)  # guess: of an attention replica, that its line is fitted to
@@ -124,3 +127,34 @@ def balanced_search(
                     stage=one,
                 )  # fmt: skip
     return best
+
+
+def shown_balance(question: Question, plan: Plan) -> str | None:
+    """The conditions of a plan with attention and experts apart, in words; None for another plan.
+
+    Source: micro-batches hide the transfers from 2 (1 + Tc / Tf) on (sec. 4.1), and replicas balance the
+    sides at k1 E / (k3 K) (sec. 4.2).
+    """
+    sides = [pool for pool in plan.pools if pool.role in ("attention", "experts")]
+    if len(sides) != 2:
+        return None
+    ours, theirs = sides[0].layout, sides[1].layout
+    pricers = question.pricer(sides[0].cluster), question.pricer(sides[1].cluster)
+    many, choice = theirs["num_micro_batches"], sides[0].choice
+    grid = TwoSides(
+        num_attention=ours["dp"], tp=ours["tp"], ep=theirs["ep"], expert_tp=theirs["expert_tp"],
+        num_redundant=theirs["num_redundant"], num_micro_batches=many,
+    )  # fmt: skip
+    one = stage_of(pricers, choice, question.demand, grid, np.array(sides[0].batch / many))
+    balance = balance_of(pricers, choice, question.demand, ours["tp"], theirs["expert_tp"])
+    # A rank with several experts takes as many times longer.
+    replicas = balance.replicas * theirs["ep"] / question.model.moe_layers[0][1].num_experts
+    attention_s, expert_s, transfer_s = (
+        format_seconds(float(seconds)) for seconds in (one.attention_s, one.expert_s, one.transfer_s)
+    )
+    return (
+        f"a layer and micro-batch take {attention_s} of attention, {expert_s} of experts, {transfer_s} each "
+        f"way between them; transfers hide from {paper_micro_batches(one)} micro-batches on, it has {many}; "
+        f"lines through both sides balance at {replicas:.1f} attention replicas for {theirs['ep']} expert "
+        f"ranks, it has {ours['dp']}"
+    )

@@ -15,6 +15,7 @@ from moesaic.cost.profile import PAPER
 from moesaic.cost.term import leaves
 from moesaic.errors import ConfigError
 from moesaic.planner.advice import Advice, batch_within, exchange_share, habits, suitability, worth_saying
+from moesaic.planner.balanced import shown_balance
 from moesaic.planner.compare import WAYS, way_of
 from moesaic.planner.demand import Demand
 from moesaic.planner.economy import concurrency, crossovers, decode_curve, economy
@@ -186,6 +187,11 @@ def test_ways_to_deploy_beside_each_other() -> None:
         assert plan.value <= answer.best.value / 0.98
         assert float(plan.tpot.value) <= 0.03
     assert max(plan.value for plan in answer.ways.values()) >= answer.best.value
+    apart = answer.ways["attention and experts apart"]
+    text = shown_balance(asked, apart)
+    ranks = apart.pools[-1].layout["ep"]
+    assert f"attention replicas for {ranks} expert ranks, it has {apart.pools[-2].layout['dp']}" in text
+    assert shown_balance(asked, answer.ways["in one node"]) is None
     one = search(replace(asked, clusters=clusters_of(["h100"], ())))
     assert tuple(one.ways) == ("in one node",)
     assert np.isfinite(one.best.value)
