@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from moesaic.cli.lint_view import render_all_to_all, render_line, render_prompts
 from moesaic.errors import ConfigError
-from moesaic.interop.inventory import TITLES
-from moesaic.interop.lint import LineReport, lint
+from moesaic.interop.lint import lint
+from moesaic.interop.nccl_tests import judge, read_results
+from moesaic.spec.hardware import cluster
+from moesaic.text.stability import Prompt, measure, read_prompt
+from moesaic.units import parse_bytes
 
-MAX_TEXT_BYTES = 2**20
+MAX_LINE_BYTES = 2**20
+MAX_PROMPT_BYTES = 2**28
 
 
 def lint_command(
@@ -27,7 +33,24 @@ def lint_command(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="A preset or folder whose sizes to check against [default: the line's]."),
+        typer.Option(
+            "--model",
+            help="A preset or folder: its sizes are checked, its tokenizer counts prompts [default: the line's].",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="A file of requests, one JSON a line, to find unstable prefixes in."),
+    ] = None,
+    all_to_all: Annotated[
+        Path | None, typer.Option("--all-to-all", help="Output of alltoall_perf, to judge with --machine.")
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option("--machine", help="Of --all-to-all: device x per node x nodes, as in h100x8.")
+    ] = None,
+    at_least: Annotated[
+        str | None,
+        typer.Option("--at-least", help="Of --all-to-all: bytes a second and rank, as 300GB [default: 70% of peak]."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -35,56 +58,89 @@ def lint_command(
 
     Exit code 3: something is wrong; warnings alone are 0.
     """
-    if text is None:
-        raise ConfigError('give a launch line, as in moesaic lint "vllm serve ...", a file, or - for stdin')
-    reports = lint(read_text(text), version=version, model=model)
-    if as_json:
-        typer.echo(json.dumps([_plain(one) for one in reports], indent=2))
+    given = [one for one in (text, prompts, all_to_all) if one is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            'lint takes one thing: a launch line, as in moesaic lint "vllm serve ...", a file or - for stdin; '
+            f"--prompts FILE; or --all-to-all FILE --machine NAME; got {len(given)} of them"
+        )
+    if prompts is not None:
+        plain, shown, is_failed = _prompts(prompts, model)
+    elif all_to_all is not None:
+        plain, shown, is_failed = _all_to_all(all_to_all, machine, at_least)
     else:
-        typer.echo("\n".join(render(one) for one in reports))
-    if any(one.is_failed for one in reports):
+        plain, shown, is_failed = _lines(str(text), version, model)
+    typer.echo(json.dumps(plain, indent=2) if as_json else shown)
+    if is_failed:
         raise typer.Exit(3)
 
 
-def read_text(given: str) -> str:
-    """The text itself, what a file of that name holds, or stdin for `-`.
+def _lines(given: str, version: str | None, model: str | None) -> tuple[Any, str, bool]:
+    reports = lint(_line_text(given), version=version, model=model)
+    shown = "\n".join(render_line(one) for one in reports)
+    return [asdict(one) for one in reports], shown, any(one.is_failed for one in reports)
 
-    Raises: ConfigError for a file that is too long or no text.
-    """
+
+def _line_text(given: str) -> str:
+    """The text itself, what a file of that name holds, or stdin for `-`."""
     if given == "-":
-        return sys.stdin.read(MAX_TEXT_BYTES)
-    path = Path(given)
+        return sys.stdin.read(MAX_LINE_BYTES)
+    if len(given) > 255 or "\n" in given or not Path(given).is_file():
+        return given
+    return _read(Path(given), MAX_LINE_BYTES)
+
+
+def _read(path: Path, most: int) -> str:
+    """A file's text.
+
+    Raises: ConfigError when it cannot be read, is too long, or is no text.
+    """
     try:
-        if len(given) > 255 or not path.is_file():
-            return given
-        if path.stat().st_size > MAX_TEXT_BYTES:
-            raise ConfigError(f"{path}: {path.stat().st_size} bytes are no launch line; at most {MAX_TEXT_BYTES}")
+        size = path.stat().st_size
+        if size > most:
+            raise ConfigError(f"{path}: {size} bytes are more than the {most} that are read; give a part of it")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); give a shell script") from error
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def render(report: LineReport) -> str:
-    """The findings of one line as text."""
-    name = TITLES.get(report.engine, report.program)
-    head = f"{name} {report.version or ''}".strip()
-    if report.basis == "documented":
-        head += ", documented only: its parser was not read"
-    if report.asked is not None and report.asked != report.version:
-        head += f", the nearest known release to {report.asked}"
-    if report.model is not None:
-        head += f", model {report.model}"
-    if not report.findings:
-        return f"{head}\n  ok          nothing is wrong"
-    lines = [head]
-    for one in report.findings:
-        lines.append(f"  {one.severity:<10}  {one.message} [{one.rule}]")
-        if one.suggestion is not None:
-            lines.append(f"              instead: {one.suggestion}")
-    return "\n".join(lines)
+def _prompts(path: Path, model: str | None) -> tuple[Any, str, bool]:
+    found = measure(_requests(path), None if model is None else _encoder(model))
+    plain = asdict(found)
+    for one, finding in zip(plain["findings"], found.findings, strict=True):
+        one["severity"] = finding.severity
+    return plain, render_prompts(str(path), found), any(one.severity == "error" for one in found.findings)
 
 
-def _plain(report: LineReport) -> dict[str, Any]:
-    return asdict(report)
+def _requests(path: Path) -> list[Prompt]:
+    requests = []
+    for number, line in enumerate(_read(path, MAX_PROMPT_BYTES).splitlines(), 1):
+        if line.strip():
+            try:
+                data = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path}, line {number}: not valid JSON: {error}; one request a line") from error
+            requests.append(read_prompt(data, f"{path}, line {number}"))
+    return requests
+
+
+def _encoder(model: str) -> Callable[[str], Sequence[int]]:
+    from moesaic.engine.config import read_hub_cache
+    from moesaic.spec.locate import locate
+    from moesaic.text.tokenizer import Tokenizer
+
+    located = locate(model, hub=read_hub_cache())
+    if located.path is None or located.kind != "folder":
+        raise ConfigError(f"--model {model} has no tokenizer: give a model folder, or leave it out for characters")
+    return Tokenizer.load(located.path).encode
+
+
+def _all_to_all(path: Path, machine: str | None, at_least: str | None) -> tuple[Any, str, bool]:
+    if machine is None:
+        raise ConfigError("--all-to-all is judged by the links of a --machine, as in h100x8")
+    where = cluster(machine)
+    num_ranks, rows = read_results(_read(path, MAX_LINE_BYTES), num_ranks=where.num_devices, name=str(path))
+    found = judge(num_ranks, rows, where, None if at_least is None else float(parse_bytes(at_least)))
+    return asdict(found), render_all_to_all(str(path), str(where), found), found.verdict != "good"

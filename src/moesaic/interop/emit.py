@@ -1,0 +1,158 @@
+"""The launch lines of a deployment for one engine, checked against the flags of its release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from moesaic.errors import ConfigError
+from moesaic.interop.divisibility import problems
+from moesaic.interop.inventory import Inventory, choose
+from moesaic.interop.launch import (
+    Emission,
+    Lack,
+    Launch,
+    Place,
+    PlacementWriter,
+    Shape,
+    is_default_plan,
+    places,
+    shapes_of,
+)
+from moesaic.interop.launch_llamacpp import llamacpp_lacks, llamacpp_launches
+from moesaic.interop.launch_sglang import kt_lacks, kt_launches, sglang_lacks, sglang_launches
+from moesaic.interop.launch_trtllm import trtllm_lacks, trtllm_launches
+from moesaic.interop.launch_vllm import vllm_lacks, vllm_launches
+from moesaic.interop.manifest import HEAD, IMAGES, RANK, manifest
+from moesaic.spec.deployment import Deployment, LoadAffinity, PrefixAffinity
+from moesaic.spec.model import ModelSpec
+
+PORT = 8000
+MANIFEST = "manifest.yaml"
+
+LACKS: Mapping[str, Callable[[Shape, Inventory, PlacementWriter | None], list[Lack]]] = {
+    "vllm": vllm_lacks, "sglang": sglang_lacks, "trtllm": trtllm_lacks, "llamacpp": llamacpp_lacks,
+    "kt": kt_lacks,
+}  # fmt: skip
+
+
+def emit(
+    deployment: Deployment,
+    engine: str,
+    *,
+    model: str,
+    spec: ModelSpec | None = None,
+    version: str | None = None,
+    devices_per_node: int | None = None,
+    placement: PlacementWriter | None = None,
+    image: str | None = None,
+    with_manifest: bool = False,
+) -> Emission:
+    """How to start a deployment in an engine, and everything of it that the engine leaves out.
+
+    `spec` are the facts of `model`, where they are known; `placement` writes the engine's expert placement
+    file (None: the plan's places are named as left out). What is left out is in `lacks`: the lines are then
+    the nearest that the engine can do.
+
+    Raises: ConfigError for an unknown engine or version, for a layout that no line of the engine can say, and
+            for a manifest of an engine that is not run in one.
+    """
+    inventory = choose(engine, version)
+    if with_manifest and engine not in IMAGES:
+        raise ConfigError(
+            f"{inventory.title} has no manifest: a LeaderWorkerSet is for {', '.join(sorted(IMAGES))}; leave "
+            "--kubernetes out"
+        )
+    launches: list[Launch] = []
+    lacks: list[Lack] = []
+    files: dict[str, str] = {}
+    pairs: list[tuple[Launch, Launch | None, int]] = []
+    shapes = shapes_of(deployment, spec, devices_per_node)
+    for shape in shapes:
+        text = _placement(shape, placement, spec)
+        lacks += LACKS[engine](shape, inventory, placement)
+        lacks += _divisions(shape, spec, engine)
+        made, more = _launches(shape, model, inventory, places(shape), text, spec)
+        launches += made
+        files |= more
+        if with_manifest:
+            pairs.append(_pair(shape, model, inventory, text, spec))
+    if with_manifest:
+        used = image or IMAGES[engine].format(version=inventory.version)
+        files[MANIFEST] = manifest(pairs, files, image=used, port=PORT)
+    return Emission(
+        engine=engine, version=inventory.version, basis=inventory.basis, model=model,
+        launches=tuple(launches), files=files, lacks=tuple(dict.fromkeys(lacks)),
+        notes=tuple(_notes(deployment, shapes, inventory)),
+    )  # fmt: skip
+
+
+def _placement(shape: Shape, write: PlacementWriter | None, spec: ModelSpec | None) -> str | None:
+    if write is None or not shape.num_experts or shape.ep == 1 or is_default_plan(shape):
+        return None
+    return write(shape.instance.plan, spec)
+
+
+def _launches(
+    shape: Shape,
+    model: str,
+    inventory: Inventory,
+    nodes: list[Place],
+    placement: str | None,
+    spec: ModelSpec | None,
+) -> tuple[list[Launch], dict[str, str]]:
+    if inventory.engine == "vllm":
+        return vllm_launches(shape, model, inventory, PORT, nodes)
+    if inventory.engine == "llamacpp":
+        return llamacpp_launches(shape, model, inventory, PORT, spec)
+    make = {"sglang": sglang_launches, "trtllm": trtllm_launches, "kt": kt_launches}[inventory.engine]
+    return make(shape, model, inventory, PORT, nodes, placement)
+
+
+def _pair(
+    shape: Shape, model: str, inventory: Inventory, placement: str | None, spec: ModelSpec | None
+) -> tuple[Launch, Launch | None, int]:
+    """The lines of the leader's and the workers' pods, whose places are variables."""
+    nodes = [Place(head=HEAD, rank="0", is_head=True)]
+    if shape.num_nodes > 1:
+        nodes.append(Place(head=HEAD, rank=RANK, is_head=False))
+    made, _ = _launches(shape, model, inventory, nodes, placement, spec)
+    leader = replace(made[0], num_nodes=shape.num_nodes)
+    return leader, made[1] if len(made) > 1 else None, shape.devices_per_node
+
+
+def _divisions(shape: Shape, spec: ModelSpec | None, engine: str) -> list[Lack]:
+    """Divisions that the model does not allow in the engine: it would refuse to start."""
+    if spec is None or engine == "llamacpp":
+        return []
+    tp = shape.tp * shape.kvp if engine in ("vllm", "sglang") else shape.tp
+    return [
+        Lack(path=f"{shape.path}.layout", value=one.rule, reason=one.message, nearest=one.suggestion)
+        for one in problems(spec, tp=tp, expert_tp=shape.expert_tp)
+    ]
+
+
+def _notes(deployment: Deployment, shapes: tuple[Shape, ...], inventory: Inventory) -> list[str]:
+    title = inventory.title
+    notes = [f"{title} adds up in its own order: answers are close to the plan's numerics, not bit-identical"]
+    if inventory.basis == "documented":
+        notes.append(f"the flags of {title} are from its documentation; its parser was not read")
+    if any(shape.phase is not None for shape in shapes):
+        notes.append("prefill and decode need a router in front that sends each request to one of either")
+    elif any(shape.count > 1 for shape in shapes) or len(shapes) > 1:
+        policy = deployment.route
+        by = "prefix" if isinstance(policy, PrefixAffinity) else "prefix and load"
+        how = f"by {by}" if isinstance(policy, PrefixAffinity | LoadAffinity) else "in turn"
+        notes.append(f"several instances need a router in front, which spreads requests {how}")
+    if any(shape.num_redundant and inventory.engine == "vllm" for shape in shapes):
+        notes.append("vLLM's balancer moves experts by the load it counts; copies start in its own order")
+    if inventory.engine == "sglang" and any("low_latency" in _mode(shape) for shape in shapes):
+        notes.append(
+            "DeepEP's low-latency buffer holds SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=128 tokens: set "
+            "it to the most requests that a rank decodes at once"
+        )
+    return notes
+
+
+def _mode(shape: Shape) -> str:
+    return "low_latency" if shape.phase != "prefill" and shape.ep > 1 and shape.dp > 1 else ""
