@@ -44,9 +44,7 @@ class Tree:
         """Top-level statements; those under `if TYPE_CHECKING` first, for they name the real types."""
         body = self.parsed(module).body
         for node in body:
-            if isinstance(node, ast.If):
-                yield from node.body
-            elif isinstance(node, ast.Try):
+            if isinstance(node, ast.If | ast.Try):
                 yield from node.body
         yield from body
 
@@ -61,9 +59,8 @@ class Tree:
                 isinstance(t, ast.Name) and t.id == name for t in node.targets
             ):
                 return Found(node.value, module)
-            if isinstance(node, ast.AnnAssign) and node.value is not None:
-                if isinstance(node.target, ast.Name) and node.target.id == name:
-                    return Found(node.value, module)
+            if isinstance(node, ast.AnnAssign) and node.value is not None and _name(node.target) == name:
+                return Found(node.value, module)
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
@@ -148,9 +145,8 @@ class Tree:
         for node in found.node.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 yield node.target.id, node.annotation, found.module
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                if not node.targets[0].id.startswith("_"):
-                    yield node.targets[0].id, None, found.module
+            elif isinstance(node, ast.Assign) and not _name(node.targets[0]).startswith("_"):
+                yield _name(node.targets[0]), None, found.module
 
     def field_default(self, found: Found, name: str) -> Any:
         """A class field's constant default, or UNKNOWN."""
@@ -345,9 +341,7 @@ def deprecation(tree: Tree, given: dict[str, ast.expr], module: str) -> dict[str
     return found
 
 
-def read_field(
-    tree: Tree, owner: Found, name: str, annotation: ast.expr, module: str
-) -> dict[str, Any]:
+def read_field(tree: Tree, owner: Found, name: str, annotation: ast.expr, module: str) -> dict[str, Any]:
     """Type, choices and default of one config field, without a name."""
     flag = tree.kind(annotation, module)
     if flag["type"] == "bool":

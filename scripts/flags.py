@@ -78,7 +78,11 @@ def write(path: Path, found: dict[str, Any]) -> None:
     env = found.pop("env", {})
     lines = [f"  {json.dumps(k)}: {json.dumps(v)}," for k, v in found.items()]
     lines += ['  "flags": [', ",\n".join(f"    {json.dumps(flag)}" for flag in flags), "  ],"]
-    lines += ['  "env": {', ",\n".join(f"    {json.dumps(k)}: {json.dumps(env[k])}" for k in sorted(env)), "  }"]
+    lines += [
+        '  "env": {',
+        ",\n".join(f"    {json.dumps(k)}: {json.dumps(env[k])}" for k in sorted(env)),
+        "  }",
+    ]
     path.write_text("{\n" + "\n".join(lines) + "\n}\n")
     print(f"{path.name}: {len(flags)} flags, {len(env)} variables", file=sys.stderr)
 
@@ -113,7 +117,8 @@ def read_vllm(root: Path) -> dict[str, Any]:
         (m for m in ("vllm.utils.argparse_utils", "vllm.utils.__init__") if tree.path(m)), "vllm.utils"
     )
     pairs = any(
-        isinstance(n, ast.ClassDef) and n.name == "EnableDisableAction" for n in ast.walk(tree.parsed(actions))
+        isinstance(n, ast.ClassDef) and n.name == "EnableDisableAction"
+        for n in ast.walk(tree.parsed(actions))
     )
     for flag in flags:
         _negate(flag, pairs)
@@ -127,9 +132,9 @@ def _config_flags(tree: Tree, module: str, owner: str) -> list[Flag | None]:
     add = next(n for n in top.body if isinstance(n, ast.FunctionDef) and n.name == "add_cli_args")
     configs, removed, types = {}, {}, {}
     for node in ast.walk(add):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            if getattr(node.value.func, "id", "") == "get_kwargs":
-                configs[node.targets[0].id] = node.value.args[0].id  # type: ignore[attr-defined]
+        is_call = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        if is_call and ast.unparse(node.value.func) == "get_kwargs":
+            configs[ast.unparse(node.targets[0])] = ast.unparse(node.value.args[0])
         match ast.unparse(node) if isinstance(node, ast.Expr | ast.Assign) else "":
             case text if found := re.match(r"(\w+)\['(\w+)'\]\['choices'\]\.remove\((.*)\)$", text):
                 removed[found[1], found[2]] = tree.value(ast.parse(found[3], mode="eval").body, module)
@@ -213,7 +218,9 @@ def read_sglang(root: Path) -> dict[str, Any]:
     """`sglang.launch_server`: a list of add_argument calls, or of annotated fields in newer releases."""
     tree = Tree(root / "a")
     module = "sglang.srt.server_args"
-    flags = [read_call(tree, call, module) for call in argument_calls(tree, module, "add_cli_args", "ServerArgs")]
+    flags = [
+        read_call(tree, call, module) for call in argument_calls(tree, module, "add_cli_args", "ServerArgs")
+    ]
     fields = root / "a/sglang/srt/arg_groups/fields"
     for path in sorted(fields.glob("*.py")):
         flags += _annotated(tree, f"sglang.srt.arg_groups.fields.{path.stem}")
@@ -232,7 +239,9 @@ def _annotated(tree: Tree, module: str) -> list[Flag | None]:
         if ast.unparse(node.annotation.value) != "A" or not isinstance(node.target, ast.Name):
             continue
         hint, *rest = node.annotation.slice.elts  # type: ignore[attr-defined]
-        meta = next((r for r in rest if isinstance(r, ast.Call | ast.Constant | ast.JoinedStr | ast.BinOp)), None)
+        meta = next(
+            (r for r in rest if isinstance(r, ast.Call | ast.Constant | ast.JoinedStr | ast.BinOp)), None
+        )
         given: dict[str, ast.expr] = {}
         if isinstance(meta, ast.Call):
             if ast.unparse(meta.func) != "Arg":
@@ -251,7 +260,11 @@ def _annotated_flag(
     name = tree.value(given.get("cli_name"), module)
     name = name if isinstance(name, str) else f"--{node.target.id.replace('_', '-')}"
     aliases = tree.value(given.get("aliases"), module)
-    flag = {"name": name, **({"aliases": aliases} if isinstance(aliases, list) else {}), **tree.kind(hint, module)}
+    flag = {
+        "name": name,
+        **({"aliases": aliases} if isinstance(aliases, list) else {}),
+        **tree.kind(hint, module),
+    }
     flag.pop("keys", None)
     if "type_parser" in given:
         parser = ast.unparse(given["type_parser"])
@@ -329,7 +342,11 @@ def read_llamacpp(root: Path) -> dict[str, Any]:
     flags, env = [], {}
     for start in re.finditer(r"add_opt\(common_arg\(", text):
         body = _balanced(text, start.end() - 1)
-        rest = text[start.end() - 1 + len(body) : text.index("add_opt", start.end()) if "add_opt" in text[start.end():] else None]
+        rest = text[
+            start.end() - 1 + len(body) : text.index("add_opt", start.end())
+            if "add_opt" in text[start.end() :]
+            else None
+        ]
         chain = rest[: rest.find("));") + 1] if "));" in rest else rest[: rest.find(";")]
         flag, variable = _llama_flag(body, chain)
         if flag is not None:
@@ -370,7 +387,7 @@ def _llama_flag(body: str, chain: str) -> tuple[Flag | None, str | None]:
         flag["off"] = re.findall(_STRING, groups[2])
     signature = code[: code.find(")")]
     hint = re.match(rf"\s*{_STRING}\s*,", groups[3])
-    if groups[2] or "value" not in code[:200] and "," not in signature:
+    if groups[2] or ("value" not in code[:200] and "," not in signature):
         flag["type"] = "bool"
     else:
         flag["type"] = "int" if re.search(r",\s*int\s", signature) else "str"

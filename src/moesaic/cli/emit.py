@@ -25,9 +25,7 @@ TARGETS = ("moesaic", *ENGINES)
 
 def emit_command(
     deployment: Annotated[Path, typer.Argument(help="A deployment file, as moesaic plan -o writes it.")],
-    target: Annotated[
-        str, typer.Option("--for", help="vllm, sglang, trtllm, llamacpp, kt or moesaic.")
-    ],
+    target: Annotated[str, typer.Option("--for", help="vllm, sglang, trtllm, llamacpp, kt or moesaic.")],
     version: Annotated[
         str | None, typer.Option("--version", help="Release of the engine [default: the newest known].")
     ] = None,
@@ -78,7 +76,9 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}; moesaic plan -o writes one") from error
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror or error}; moesaic plan -o writes one"
+        ) from error
 
 
 def _model(deployment: Deployment, given: str | None) -> tuple[str, ModelSpec | None]:
@@ -103,7 +103,8 @@ def _model(deployment: Deployment, given: str | None) -> tuple[str, ModelSpec | 
         if digest(spec) == deployment.model_digest:
             return _repository(stem), spec
     raise ConfigError(
-        f"no preset is the model of the deployment (digest {deployment.model_digest}); say what the engine is "
+        f"no preset is the model of the deployment (digest {deployment.model_digest}); say what the "
+        "engine is "
         "to load with --model"
     )
 

@@ -1,4 +1,4 @@
-"""`moesaic inspect`: what a model is, before anything is loaded."""
+"""`moesaic inspect`: what a model is, before anything is loaded; what joins the GPUs of a node."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from typing import Annotated
 import typer
 
 from moesaic.audit.inspect import Inspection, MachineView, dump_json, inspect
+from moesaic.interop.nvidia_smi import is_matrix, read_matrix
 from moesaic.spec.hub import parse_repo
+from moesaic.spec.topology import Topology, from_json
 from moesaic.units import format_bytes, format_count
+
+MAX_TOPOLOGY_BYTES = 2**20
 
 
 def inspect_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model folder, config.json, GGUF file, cached ORG/NAME, or a preset: deepseek-v3."
+            help="A model folder, config.json, GGUF file, cached ORG/NAME, or a preset: deepseek-v3; or the "
+            "output of nvidia-smi topo -m."
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -29,9 +34,49 @@ def inspect_command(
         typer.Option("--machine", help="Machine to judge by; may be repeated [default: h100]."),
     ] = None,
 ) -> None:
-    """Say what a model is: layers, experts, parameters, bytes, and whether this engine runs it."""
+    """Say what a model is: layers, experts, parameters, bytes, and whether this engine runs it.
+
+    Of a file with the output of nvidia-smi topo -m: which GPUs NVLink joins and which adapters are near.
+    """
+    topology = _topology(Path(model))
+    if topology is not None:
+        typer.echo(topology.to_json() if as_json else render_topology(model, topology), nl=not as_json)
+        return
     found = inspect(model, hub=_hub(model), batch=batch, machines=machines or ["h100"])
     typer.echo(dump_json(found) if as_json else render(found))
+
+
+def _topology(path: Path) -> Topology | None:
+    """The topology in a file, as nvidia-smi prints it or as `--json` wrote it; None for anything else."""
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_TOPOLOGY_BYTES:
+            return None
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None  # whatever it is, the reader of models says so
+    if is_matrix(text):
+        return read_matrix(text, name=str(path))
+    return from_json(text, name=str(path)) if '"nic_names"' in text else None
+
+
+def render_topology(name: str, found: Topology) -> str:
+    """A node as text."""
+    lines = [f"{name}: {len(found.gpus)} GPUs, {len(found.nics)} network adapters"]
+    for group in found.nvlink_groups:
+        if len(group) > 1:
+            lines.append(_row("NVLink", " ".join(group)))
+    alone = [group[0] for group in found.nvlink_groups if len(group) == 1]
+    if alone:
+        lines.append(_row("no NVLink", " ".join(alone)))
+    if found.is_all_to_all and len(found.gpus) > 1:
+        lines.append(_row("", "every pair has NVLink: experts may be on any of them"))
+    for node, gpus in found.numa_groups:
+        lines.append(_row("NUMA", f"{'unknown' if node is None else node}: {' '.join(gpus)}"))
+    for gpu in found.gpus if found.nics else ():
+        near, link = found.nearest_nics(gpu)
+        names = dict(zip(found.nics, found.nic_names or found.nics, strict=True))
+        lines.append(_row(gpu, f"nearest adapter {', '.join(names[nic] for nic in near)} over {link}"))
+    return "\n".join(lines)
 
 
 def _hub(model: str) -> Path | None:

@@ -29,13 +29,16 @@ def lint_command(
     ] = None,
     version: Annotated[
         str | None,
-        typer.Option("--version", help="Release of the engine [default: of the image, else the newest known]."),
+        typer.Option(
+            "--version", help="Release of the engine [default: of the image, else the newest known]."
+        ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
-            help="A preset or folder: its sizes are checked, its tokenizer counts prompts [default: the line's].",
+            help="A preset or folder: its sizes are checked, its tokenizer counts prompts [default: the "
+            "line's].",
         ),
     ] = None,
     prompts: Annotated[
@@ -46,11 +49,14 @@ def lint_command(
         Path | None, typer.Option("--all-to-all", help="Output of alltoall_perf, to judge with --machine.")
     ] = None,
     machine: Annotated[
-        str | None, typer.Option("--machine", help="Of --all-to-all: device x per node x nodes, as in h100x8.")
+        str | None,
+        typer.Option("--machine", help="Of --all-to-all: device x per node x nodes, as in h100x8."),
     ] = None,
     at_least: Annotated[
         str | None,
-        typer.Option("--at-least", help="Of --all-to-all: bytes a second and rank, as 300GB [default: 70% of peak]."),
+        typer.Option(
+            "--at-least", help="Of --all-to-all: bytes a second and rank, as 300GB [default: 70% of peak]."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -61,7 +67,7 @@ def lint_command(
     given = [one for one in (text, prompts, all_to_all) if one is not None]
     if len(given) != 1:
         raise ConfigError(
-            'lint takes one thing: a launch line, as in moesaic lint "vllm serve ...", a file or - for stdin; '
+            'lint takes one thing: a launch line, as in moesaic lint "vllm serve ...", a file, - for stdin; '
             f"--prompts FILE; or --all-to-all FILE --machine NAME; got {len(given)} of them"
         )
     if prompts is not None:
@@ -98,7 +104,9 @@ def _read(path: Path, most: int) -> str:
     try:
         size = path.stat().st_size
         if size > most:
-            raise ConfigError(f"{path}: {size} bytes are more than the {most} that are read; give a part of it")
+            raise ConfigError(
+                f"{path}: {size} bytes are more than the {most} that are read; give a part of it"
+            )
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
@@ -121,7 +129,9 @@ def _requests(path: Path) -> list[Prompt]:
             try:
                 data = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path}, line {number}: not valid JSON: {error}; one request a line") from error
+                raise ConfigError(
+                    f"{path}, line {number}: not valid JSON: {error}; one request a line"
+                ) from error
             requests.append(read_prompt(data, f"{path}, line {number}"))
     return requests
 
@@ -133,7 +143,9 @@ def _encoder(model: str) -> Callable[[str], Sequence[int]]:
 
     located = locate(model, hub=read_hub_cache())
     if located.path is None or located.kind != "folder":
-        raise ConfigError(f"--model {model} has no tokenizer: give a model folder, or leave it out for characters")
+        raise ConfigError(
+            f"--model {model} has no tokenizer: give a model folder, or leave it out for characters"
+        )
     return Tokenizer.load(located.path).encode
 
 

@@ -54,9 +54,7 @@ def problems(
 
 
 def _heads(model: ModelSpec, tp: int) -> Iterator[Problem]:
-    heads = {
-        layer.mixer.num_heads for layer in model.layers if isinstance(layer.mixer, GqaSpec | MlaSpec)
-    }
+    heads = {layer.mixer.num_heads for layer in model.layers if isinstance(layer.mixer, GqaSpec | MlaSpec)}
     for number in sorted(heads):
         if number % tp:
             yield Problem(

@@ -148,7 +148,8 @@ def _notes(deployment: Deployment, shapes: tuple[Shape, ...], inventory: Invento
         notes.append("vLLM's balancer moves experts by the load it counts; copies start in its own order")
     if inventory.engine == "sglang" and any("low_latency" in _mode(shape) for shape in shapes):
         notes.append(
-            "DeepEP's low-latency buffer holds SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=128 tokens: set "
+            "DeepEP's low-latency buffer holds SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=128 "
+            "tokens: set "
             "it to the most requests that a rank decodes at once"
         )
     return notes

@@ -1,7 +1,7 @@
 """Which flags and variables each release of another engine knows, from the files in `flags/`.
 
-Facts read from the released parsers by `scripts/flags.py`. What a flag does, and which goes with which, is not
-known here.
+Facts read from the released parsers by `scripts/flags.py`. What a flag does, and which goes with which, is
+not known here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A deployment as another engine would be started: launch lines, files, and what the engine cannot carry.
 
-Values and what all engines share. Which flag says what is in the module of each engine; every flag is looked up
-in the inventory of the release, so one that is not in it is never written.
+Values and what all engines share. Which flag says what is in the module of each engine; every flag is looked
+up in the inventory of the release, so one that is not in it is never written.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -63,6 +64,7 @@ class Shape:
     num_experts: int  # logical; 0 for a dense model
     num_redundant: int
     weights: str | None  # None: as the checkpoint stores them
+    stored: str | None  # how it stores them; None: not known
     kv: str
     dispatch: str
     dtype: str
@@ -100,7 +102,9 @@ class Place:
 
     def times(self, number: int) -> str:
         """The rank times a number."""
-        return str(int(self.rank) * number) if self.rank.isdigit() else f"$(({self.rank.strip('$')} * {number}))"
+        return (
+            str(int(self.rank) * number) if self.rank.isdigit() else f"$(({self.rank.strip('$')} * {number}))"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,9 +156,13 @@ class Words:
         """
         flag = self.inventory.check(name, self.program)
         if flag.takes_value != (value is not None):
-            raise ConfigError(f"{name} of {self.inventory.title} takes {'a' if flag.takes_value else 'no'} value")
+            raise ConfigError(
+                f"{name} of {self.inventory.title} takes {'a' if flag.takes_value else 'no'} value"
+            )
         if value is not None and flag.choices and str(value) not in flag.choices:
-            raise ConfigError(f"{name} {value}: {self.inventory.title} has {nearest(str(value), flag.choices)}")
+            raise ConfigError(
+                f"{name} {value}: {self.inventory.title} has {nearest(str(value), flag.choices)}"
+            )
         self.words += [name] if value is None else [name, str(value)]
 
     def allows(self, name: str, value: str) -> bool:
@@ -195,14 +203,15 @@ def _shape(
         name=instance.name, path=path, phases=instance.phases, count=instance.count, tp=tp, dp=dp, kvp=kvp,
         ep=ep, expert_tp=expert_tp, pp=layout.pipeline, num_micro_batches=layout.num_micro_batches,
         dispatcher=layout.dispatcher, num_experts=experts, num_redundant=redundant,
-        weights=None if weights in (None, stored) else weights, kv=formats.get("kv", "bfloat16"),
-        dispatch=formats.get("dispatch", "bfloat16"), dtype=deployment.numerics.seam_dtype,
+        weights=None if weights in (None, stored) else weights, stored=stored,
+        kv=formats.get("kv", "bfloat16"), dispatch=formats.get("dispatch", "bfloat16"), dtype=deployment.numerics.seam_dtype,
         devices_per_node=per_node or _devices_per_node(instance.machines["attention"]), instance=instance,
     )  # fmt: skip
     devices, node = shape.num_devices, shape.devices_per_node
     if devices > node and devices % node:
         raise ConfigError(
-            f"{path} has {devices} devices, which fill no whole nodes of {node}; say how many a node has with "
+            f"{path} has {devices} devices, which fill no whole nodes of {node}; say how many a node "
+            "has with "
             "--gpus-per-node"
         )
     return replace(shape, devices_per_node=min(node, devices))
@@ -219,7 +228,7 @@ def common_lacks(shape: Shape, title: str) -> list[Lack]:
     if layout.is_split:
         found.append(
             Lack(
-                path=f"{path}.layout", value=f"{layout.attention.size('tp')}-wide attention apart from experts",
+                path=f"{path}.layout", value="attention and experts apart",
                 reason=f"{title} computes attention and experts on the same devices",
                 nearest=f"both on the same {layout.num_ranks} devices",
             )
@@ -244,7 +253,9 @@ def common_lacks(shape: Shape, title: str) -> list[Lack]:
 def _plan_lacks(shape: Shape, title: str) -> list[Lack]:
     plan, path = shape.instance.plan, shape.path
     found = []
-    if any(_has_uneven_shares(ids, parts) for ids, parts in zip(plan.slot_expert, plan.slot_share, strict=True)):
+    if any(
+        _has_uneven_shares(ids, parts) for ids, parts in zip(plan.slot_expert, plan.slot_share, strict=True)
+    ):
         found.append(
             Lack(
                 path=f"{path}.plan.slot_share", value="uneven",
@@ -252,33 +263,34 @@ def _plan_lacks(shape: Shape, title: str) -> list[Lack]:
                 nearest="the same copies with equal shares",
             )
         )  # fmt: skip
-    # Without copies engines split experts as evenly as they can, one more here and there; slots must be equal.
+    # Without copies engines split experts as evenly as they can, one more here and there.
     per_rank = {size for ranks in plan.slot_rank for size in np.bincount(ranks).tolist()}
     if len(per_rank) > 1 and (shape.num_redundant or max(per_rank) - min(per_rank) > 1):
         found.append(
             Lack(
                 path=f"{path}.plan.slot_rank", value=f"{min(per_rank)} to {max(per_rank)} slots a rank",
                 reason=f"{title} holds the same number of experts on every rank",
-                nearest=f"{-shape.num_experts % shape.ep} redundant experts, or as many more as there are ranks",
+                nearest=f"{-shape.num_experts % shape.ep} redundant experts, or as many more as there "
+                "are ranks",
             )
         )  # fmt: skip
     return found
 
 
 def _has_uneven_shares(ids: np.ndarray, shares: np.ndarray) -> bool:
-    _, where, copies = np.unique(ids, return_inverse=True, return_counts=True)
-    total = np.bincount(where, weights=shares)
-    return bool((np.abs(shares * copies[where] - total[where]) > 1e-6 * total[where]).any())
+    copies, total = np.bincount(ids), np.bincount(ids, weights=shares)
+    return bool((np.abs(shares * copies[ids] - total[ids]) > 1e-6 * total[ids]).any())
 
 
 def is_default_plan(shape: Shape) -> bool:
     """Whether experts are where they are put when no load is known: in order, copies spread evenly."""
-    plan = shape.instance.plan
-    even = np.full(shape.num_experts, 1.0 / max(shape.num_experts, 1))
-    layout = shape.instance.layout
+    plan, layout = shape.instance.plan, shape.instance.layout
     ep, expert_tp = layout.experts.size("ep"), layout.experts.size("tp")
+    even = cache(
+        lambda redundant: placed_slots(np.full(shape.num_experts, 1.0 / shape.num_experts), ep, redundant)
+    )
     for ranks, ids in zip(plan.slot_rank, plan.slot_expert, strict=True):
-        slots = placed_slots(even, ep, len(ids) // expert_tp - shape.num_experts)
+        slots = even(len(ids) // expert_tp - shape.num_experts)
         own_ranks, own_ids = ranks[::expert_tp] // expert_tp, ids[::expert_tp]
         if not (np.array_equal(own_ids, slots.expert) and np.array_equal(own_ranks, slots.rank)):
             return False
@@ -310,6 +322,40 @@ def tier_lacks(shape: Shape, title: str, carried: frozenset[tuple[str, str]]) ->
         for tier in kinds
         if (what, tier.place) not in carried
     ]  # fmt: skip
+
+
+def overlap_lack(shape: Shape, title: str, reason: str = "overlaps no batches") -> list[Lack]:
+    """That an engine computes one batch at a time, where the deployment has two."""
+    if shape.num_micro_batches == 1:
+        return []
+    return [
+        Lack(
+            path=f"{shape.path}.layout.num_micro_batches", value=str(shape.num_micro_batches),
+            reason=f"{title} {reason}", nearest="one batch at a time",
+        )
+    ]  # fmt: skip
+
+
+def one_host_lacks(shape: Shape, title: str) -> list[Lack]:
+    """What an engine of one process on one host has none of: nodes, phases of their own, copies, overlap."""
+    found = overlap_lack(shape, title)
+    facts = (
+        (shape.num_nodes > 1, "layout", f"{shape.num_nodes} nodes", "runs on one node", "one node"),
+        (
+            shape.phase is not None, "phases", str(shape.phase), "does both phases in one server",
+            "an instance of both phases",
+        ),
+        (
+            shape.num_redundant > 0, "plan", f"{shape.num_redundant} copies of experts",
+            "holds every expert once", "no copies",
+        ),
+    )  # fmt: skip
+    for is_lacking, name, value, reason, instead in facts:
+        if is_lacking:
+            found.append(
+                Lack(path=f"{shape.path}.{name}", value=value, reason=f"{title} {reason}", nearest=instead)
+            )
+    return found
 
 
 def format_lack(shape: Shape, what: str, value: str, title: str, nearest_thing: str) -> Lack:

@@ -7,12 +7,12 @@ from moesaic.interop.inventory import Inventory
 from moesaic.interop.launch import (
     Lack,
     Launch,
-    Place,
     PlacementWriter,
     Shape,
     Words,
     common_lacks,
     format_lack,
+    one_host_lacks,
     places_lack,
     tier_lacks,
 )
@@ -44,36 +44,11 @@ def llamacpp_lacks(shape: Shape, inventory: Inventory, placement: PlacementWrite
                     nearest=instead,
                 )
             )  # fmt: skip
-    if shape.num_nodes > 1:
-        found.append(
-            Lack(
-                path=f"{path}.layout", value=f"{shape.num_nodes} nodes", reason=f"{title} runs on one node",
-                nearest=f"one node of {shape.devices_per_node} devices",
-            )
-        )  # fmt: skip
-    if shape.phase is not None:
-        found.append(
-            Lack(
-                path=f"{path}.phases", value=shape.phase, reason=f"{title} does both phases in one server",
-                nearest="an instance of both phases",
-            )
-        )  # fmt: skip
-    if shape.num_micro_batches > 1:
-        found.append(
-            Lack(
-                path=f"{path}.layout.num_micro_batches", value=str(shape.num_micro_batches),
-                reason=f"{title} overlaps no batches", nearest="one batch at a time",
-            )
-        )  # fmt: skip
-    if shape.num_redundant:
-        found.append(
-            Lack(
-                path=f"{path}.plan", value=f"{shape.num_redundant} copies of experts",
-                reason=f"{title} holds every expert once", nearest="no copies",
-            )
-        )  # fmt: skip
+    found += one_host_lacks(shape, title)
     if shape.weights is not None:
-        found.append(format_lack(shape, "weights", shape.weights, title, "a GGUF file of that size, as --model"))
+        found.append(
+            format_lack(shape, "weights", shape.weights, title, "a GGUF file of that size, as --model")
+        )
     if shape.kv not in ("bfloat16", *KV_TYPE):
         found.append(format_lack(shape, "kv", shape.kv, title, "q8_0, 8 bits with a scale for 32"))
     return found

@@ -12,6 +12,8 @@ from moesaic.interop.launch import (
     Words,
     common_lacks,
     format_lack,
+    one_host_lacks,
+    overlap_lack,
     places_lack,
     tier_lacks,
 )
@@ -19,7 +21,7 @@ from moesaic.interop.launch import (
 INIT_PORT = 20000
 KV_DTYPES = {"fp8": ("fp8_e4m3",), "fp4": ("nvfp4", "fp4_e2m1")}
 ONLINE = ("fp8",)
-KT_METHOD = "AMXINT4"
+KT_METHODS = {"int4": "AMXINT4", "int8": "AMXINT8", "fp8": "FP8", "bfloat16": "BF16"}
 
 
 def sglang_lacks(shape: Shape, inventory: Inventory, placement: PlacementWriter | None) -> list[Lack]:
@@ -32,19 +34,15 @@ def sglang_lacks(shape: Shape, inventory: Inventory, placement: PlacementWriter 
         found.append(
             Lack(
                 path=f"{shape.path}.layout.attention.kvp", value=str(shape.kvp),
-                reason=f"{title} has no Helix: KV and the projections around it are split over the same ranks",
+                reason=f"{title} has no Helix: KV and the projections around it are split over the same "
+                "ranks",
                 nearest=f"decode context parallel {shape.kvp} inside tensor parallel {shape.kvp * shape.tp}"
                 if words.has("--dcp-size")
                 else f"tensor parallel {shape.kvp * shape.tp}",
             )
         )  # fmt: skip
-    if shape.num_micro_batches > 1 and not words.has("--enable-two-batch-overlap"):
-        found.append(
-            Lack(
-                path=f"{shape.path}.layout.num_micro_batches", value=str(shape.num_micro_batches),
-                reason=f"{title} overlaps no batches", nearest="one batch at a time",
-            )
-        )  # fmt: skip
+    if not words.has("--enable-two-batch-overlap"):
+        found += overlap_lack(shape, title)
     if shape.weights is not None and shape.weights not in ONLINE:
         found.append(
             format_lack(
@@ -52,7 +50,9 @@ def sglang_lacks(shape: Shape, inventory: Inventory, placement: PlacementWriter 
             )
         )
     if shape.kv != "bfloat16" and _kv_dtype(words, shape) is None:
-        found.append(format_lack(shape, "kv", shape.kv, title, "--kv-cache-dtype fp8_e4m3, or the model's own"))
+        found.append(
+            format_lack(shape, "kv", shape.kv, title, "--kv-cache-dtype fp8_e4m3, or the model's own")
+        )
     carried = {("kv", "host")} if words.has("--hicache-size") else set()
     return found + tier_lacks(shape, title, frozenset(carried))
 
@@ -113,7 +113,9 @@ def _experts(words: Words, shape: Shape, placement: str | None) -> None:
     if shape.ep == 1:
         return
     words.add("--ep-size", shape.ep)
-    sends = shape.dp > 1 and shape.ep == shape.ranks and shape.dispatcher in ("exchange", "two_level", "remote")
+    sends = (
+        shape.dp > 1 and shape.ep == shape.ranks and shape.dispatcher in ("exchange", "two_level", "remote")
+    )
     balances = bool(shape.num_redundant) and placement is None
     if sends:
         if words.has("--moe-a2a-backend"):
@@ -122,7 +124,9 @@ def _experts(words: Words, shape: Shape, placement: str | None) -> None:
             words.add("--enable-deepep-moe")
         words.add("--deepep-mode", _deepep_mode(shape, balances))
         if shape.dispatch in ("fp8", "bfloat16") and words.has("--deepep-dispatcher-output-dtype"):
-            words.add("--deepep-dispatcher-output-dtype", {"bfloat16": "bf16"}.get(shape.dispatch, shape.dispatch))
+            words.add(
+                "--deepep-dispatcher-output-dtype", {"bfloat16": "bf16"}.get(shape.dispatch, shape.dispatch)
+            )
     if shape.num_micro_batches > 1 and words.has("--enable-two-batch-overlap"):
         words.add("--enable-two-batch-overlap")
     if shape.num_redundant:
@@ -192,13 +196,13 @@ def kt_lacks(shape: Shape, inventory: Inventory, placement: PlacementWriter | No
                     nearest=f"tensor parallel {shape.num_devices}",
                 )
             )  # fmt: skip
-    if shape.phase is not None:
+    found += one_host_lacks(shape, title)
+    if _kt_method(shape) is None:
         found.append(
-            Lack(
-                path=f"{path}.phases", value=shape.phase, reason=f"{title} does both phases in one server",
-                nearest="an instance of both phases",
+            format_lack(
+                shape, "weights", str(shape.weights or shape.stored), title, "int4, --kt-method AMXINT4"
             )
-        )  # fmt: skip
+        )
     if shape.kv != "bfloat16" and _kv_dtype(_words(inventory), shape) is None:
         found.append(format_lack(shape, "kv", shape.kv, title, "the model's own"))
     return found
@@ -216,9 +220,9 @@ def kt_launches(
     files = {} if placement is None else {f"{shape.name}.experts.json": placement}
     words = _words(inventory)
     words.add("--model-path", model)
-    words.add("--tp-size", shape.num_devices)
+    words.add("--tp-size", min(shape.num_devices, shape.devices_per_node))
     words.add("--kt-weight-path", "${KT_WEIGHTS:?folder of the weights that kt quant wrote}")
-    words.add("--kt-method", KT_METHOD)
+    words.add("--kt-method", _kt_method(shape) or KT_METHODS["int4"])
     words.add("--kt-cpuinfer", "${KT_CORES:?physical cores of the host}")
     words.add("--kt-threadpool-count", "${KT_NUMA_NODES:?NUMA nodes of the host}")
     words.add("--kt-num-gpu-experts", _resident(shape))
@@ -229,9 +233,16 @@ def kt_launches(
     words.add("--host", "0.0.0.0")
     words.add("--port", port)
     launch = Launch(
-        instance=shape.name, node=0, num_nodes=len(nodes), count=shape.count, env={}, words=tuple(words.words)
+        instance=shape.name, node=0, num_nodes=1, count=shape.count, env={}, words=tuple(words.words)
     )
+    del nodes  # one host
     return [launch], files
+
+
+def _kt_method(shape: Shape) -> str | None:
+    """How the host's experts are stored: as planned, else as in the checkpoint; None: in no format it has."""
+    stored = shape.weights or shape.stored
+    return "${KT_METHOD:?how the host's experts are stored}" if stored is None else KT_METHODS.get(stored)
 
 
 def _resident(shape: Shape) -> str:

@@ -14,6 +14,7 @@ from moesaic.interop.launch import (
     Words,
     common_lacks,
     format_lack,
+    overlap_lack,
     places_lack,
     tier_lacks,
 )
@@ -37,14 +38,7 @@ def trtllm_lacks(shape: Shape, inventory: Inventory, placement: PlacementWriter 
                 nearest=f"attention data parallel over all {shape.ranks} ranks",
             )
         )  # fmt: skip
-    if shape.num_micro_batches > 1:
-        found.append(
-            Lack(
-                path=f"{path}.layout.num_micro_batches", value=str(shape.num_micro_batches),
-                reason=f"{title} documents no switch for overlapping two batches",
-                nearest="one batch at a time",
-            )
-        )  # fmt: skip
+    found += overlap_lack(shape, title, "documents no switch for overlapping two batches")
     if shape.weights is not None:
         found.append(
             format_lack(

@@ -15,6 +15,7 @@ from moesaic.interop.launch import (
     Words,
     common_lacks,
     format_lack,
+    overlap_lack,
     places_lack,
     tier_lacks,
 )
@@ -35,7 +36,8 @@ def vllm_lacks(shape: Shape, inventory: Inventory, placement: PlacementWriter | 
         found.append(
             Lack(
                 path=f"{shape.path}.layout.attention.kvp", value=str(shape.kvp),
-                reason=f"{title} has no Helix: KV and the projections around it are split over the same ranks",
+                reason=f"{title} has no Helix: KV and the projections around it are split over the same "
+                "ranks",
                 nearest=f"decode context parallel {shape.kvp} inside tensor parallel {shape.kvp * shape.tp}",
             )
         )  # fmt: skip
@@ -47,16 +49,9 @@ def vllm_lacks(shape: Shape, inventory: Inventory, placement: PlacementWriter | 
                 nearest=f"expert parallel over all {shape.ranks} ranks",
             )
         )  # fmt: skip
-    if shape.num_micro_batches > 1 and not (_sends_rows(shape) and words.has("--enable-dbo")):
-        found.append(
-            Lack(
-                path=f"{shape.path}.layout.num_micro_batches", value=str(shape.num_micro_batches),
-                reason=f"{title} overlaps two batches only where DeepEP sends rows between replicas"
-                if words.has("--enable-dbo")
-                else f"{title} has no --enable-dbo",
-                nearest="one batch at a time",
-            )
-        )  # fmt: skip
+    if not (_sends_rows(shape) and words.has("--enable-dbo")):
+        reason = "overlaps two batches only where DeepEP sends rows between replicas"
+        found += overlap_lack(shape, title, reason if words.has("--enable-dbo") else "has no --enable-dbo")
     found += _format_lacks(shape, words, title)
     carried = {("experts", "host")} if words.has("--cpu-offload-params") else set()
     carried |= {("kv", "host")} if words.has("--kv-offloading-size") else set()
@@ -67,9 +62,12 @@ def _format_lacks(shape: Shape, words: Words, title: str) -> list[Lack]:
     found = []
     if shape.weights is not None and shape.weights not in ONLINE:
         found.append(
-            format_lack(shape, "weights", shape.weights, title, "a checkpoint that is stored in it, as --model")
+            format_lack(
+                shape, "weights", shape.weights, title, "a checkpoint that is stored in it, as --model"
+            )
         )
-    if shape.kv != "bfloat16" and not words.allows("--kv-cache-dtype", KV_DTYPE.get(shape.kv, shape.kv)):
+    kv = KV_DTYPE.get(shape.kv)
+    if shape.kv != "bfloat16" and (kv is None or not words.allows("--kv-cache-dtype", kv)):
         found.append(format_lack(shape, "kv", shape.kv, title, "--kv-cache-dtype fp8, or the model's own"))
     return found
 

@@ -1,4 +1,4 @@
-"""What is wrong with a launch line: unknown, renamed and misspelt flags, values of the wrong kind, bad company.
+"""What is wrong with a launch line: unknown and renamed flags, values of the wrong kind, bad company.
 
 Reads text against the inventories; starts nothing. The tables of known mistakes and the rules about
 combinations are in the modules beside this one.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -35,6 +35,7 @@ from moesaic.interop.lint_known import (
 )
 from moesaic.interop.lint_line import Finding, Line, Setting, Severity
 from moesaic.interop.lint_rules import check_line
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineReport:
@@ -64,10 +65,12 @@ def lint(text: str, *, version: str | None = None, model: str | None = None) -> 
     commands = read_commands(text)
     for command in commands:
         if command.engine is not None:
-            reports.append(_lint_command(command, version, model, text))
-        elif command.program in KNOWN_PROGRAMS or command.program.startswith("-"):
-            reports.append(_odd_program(command))
-        elif any(word.rpartition("/")[2] in KNOWN_PROGRAMS for word in command.words):
+            reports.append(_lint_command(command, command.engine, version, model, text))
+        elif (
+            command.program in KNOWN_PROGRAMS
+            or command.program.startswith("-")
+            or any(word.rpartition("/")[2] in KNOWN_PROGRAMS for word in command.words)
+        ):
             reports.append(_odd_program(command))
     if not reports:
         shown = ", ".join(sorted({command.program for command in commands})) or "nothing"
@@ -112,10 +115,11 @@ def _odd_program(command: Command) -> LineReport:
     )  # fmt: skip
 
 
-def _lint_command(command: Command, version: str | None, model: str | None, text: str) -> LineReport:
-    assert command.engine is not None
+def _lint_command(
+    command: Command, engine: str, version: str | None, model: str | None, text: str
+) -> LineReport:
     asked = version or command.image_version
-    inventory = choose(command.engine, asked)
+    inventory = choose(engine, asked)
     findings: list[Finding] = []
     settings: list[Setting] = []
     values: dict[str, Any] = {}
@@ -139,7 +143,7 @@ def _lint_command(command: Command, version: str | None, model: str | None, text
     line = Line(command=command, inventory=inventory, settings=tuple(settings), json_values=values)
     findings += [*_variables(command, inventory), *check_line(line, model, text)]
     return LineReport(
-        engine=command.engine, program=command.program, version=inventory.version, asked=asked,
+        engine=engine, program=command.program, version=inventory.version, asked=asked,
         basis=inventory.basis, model=line.model, findings=tuple(dict.fromkeys(findings)),
     )  # fmt: skip
 
@@ -180,9 +184,7 @@ def _resolve(
         findings.append(_deprecated(option, flag, inventory))
     value = option.inline if option.inline is not None else (option.after[0] if option.after else None)
     is_bare = flag.type == "bool" or (flag.optional and value is None)
-    return Setting(
-        flag=flag, word=option.word, value=None if is_bare else value, is_off=name in flag.off
-    )
+    return Setting(flag=flag, word=option.word, value=None if is_bare else value, is_off=name in flag.off)
 
 
 def _deprecated(option: Option, flag: Flag, inventory: Inventory) -> Finding:
@@ -205,9 +207,7 @@ def _unknown(option: Option, command: Command, inventory: Inventory) -> Finding:
     known = KNOWN_FLAGS.get((inventory.engine, head)) or KNOWN_FLAGS.get((engine, head))
     if known is not None:
         rule, message, suggestion = known
-        return Finding(
-            flag=option.word, severity="error", rule=rule, message=message, suggestion=suggestion
-        )
+        return Finding(flag=option.word, severity="error", rule=rule, message=message, suggestion=suggestion)
     past = _past(option, head, inventory)
     if past is not None:
         return past
@@ -280,7 +280,11 @@ def _check_value(setting: Setting, option: Option, command: Command, findings: l
         if gone is not None:
             findings.append(
                 Finding(
-                    flag=option.word, severity="warning", rule="gone-value", message=gone[0], suggestion=gone[1]
+                    flag=option.word,
+                    severity="warning",
+                    rule="gone-value",
+                    message=gone[0],
+                    suggestion=gone[1],
                 )
             )
         elif flag.choices and text not in flag.choices:
@@ -392,9 +396,7 @@ def _variables(command: Command, inventory: Inventory | None) -> Iterator[Findin
             engine, severity, rule, message, suggestion = known
             fits = engine is None or (inventory is not None and inventory.engine == engine)
             if fits and (rule != "no-effect-on-all-to-all" or is_all_to_all):
-                yield Finding(
-                    flag=name, severity=severity, rule=rule, message=message, suggestion=suggestion
-                )
+                yield Finding(flag=name, severity=severity, rule=rule, message=message, suggestion=suggestion)
             continue
         for prefix, engine in (("VLLM_", "vllm"), ("SGLANG_", "sglang"), ("NCCL_", "nccl")):
             if not name.startswith(prefix):
@@ -404,7 +406,8 @@ def _variables(command: Command, inventory: Inventory | None) -> Iterator[Findin
                 continue
             close = get_close_matches(name, list(own.env), n=1, cutoff=0.8)
             yield Finding(
-                flag=name, severity="warning", rule="unknown-variable", suggestion=close[0] if close else None,
+                flag=name, severity="warning", rule="unknown-variable",
+                suggestion=close[0] if close else None,
                 message=f"{own.title} reads no variable {name}: it is ignored",
             )  # fmt: skip
 

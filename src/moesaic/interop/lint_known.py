@@ -1,7 +1,7 @@
 """Tables of known mistakes: flags that never existed or are gone, values and variables without effect.
 
-Each entry was checked against the released packages that `flags/` was read from; what never was in one is from
-public threads.
+Each entry was checked against the released packages that `flags/` was read from; what never was in one is
+from public threads.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ def _same(vllm: str = "", sglang: str = "", trtllm: str = "", llamacpp: str = ""
 
 
 CONCEPTS: tuple[Concept, ...] = (
-    _same("--tensor-parallel-size", "--tp-size", "--tp_size", "--split-mode row", "--tp", "--tensor_parallel_size"),
+    _same(
+        "--tensor-parallel-size", "--tp-size", "--tp_size", "--split-mode row", "--tp",
+        "--tensor_parallel_size",
+    ),
     _same("--pipeline-parallel-size", "--pp-size", "--pp_size", "--split-mode layer", "--pp"),
     _same("--data-parallel-size", "--dp-size", "", "", "--dp", "--attn-dp-size", "--enable-dp-attention"),
     _same("--enable-expert-parallel", "--ep-size", "--ep_size", "", "--expert-parallel-size", "--ep"),
-    _same("--max-model-len", "--context-length", "--max_seq_len", "--ctx-size", "--max-seq-len", "--max-seq-length"),
+    _same("--max-model-len", "--context-length", "--max_seq_len", "--ctx-size", "--max-seq-len"),
     _same("--max-num-seqs", "--max-running-requests", "--max_batch_size", "--parallel", "--max-batch-size"),
     _same("--max-num-batched-tokens", "--chunked-prefill-size", "--max_num_tokens", "--batch-size"),
     _same(
@@ -50,7 +53,9 @@ CONCEPTS: tuple[Concept, ...] = (
     _same("--all2all-backend", "--moe-a2a-backend", "", "", "--enable-deepep-moe", "--deepep-mode"),
     _same("--enable-dbo", "--enable-two-batch-overlap"),
     _same("--enable-eplb", "--enable-eplb"),
-    _same("--eplb-config.num_redundant_experts", "--ep-num-redundant-experts", "", "", "--num-redundant-experts"),
+    _same(
+        "--eplb-config.num_redundant_experts", "--ep-num-redundant-experts", "", "", "--num-redundant-experts"
+    ),
     _same("--eplb-config.step_interval", "--eplb-rebalance-num-iterations"),
     _same("--enforce-eager", "--disable-cuda-graph"),
     _same("--no-enable-prefix-caching", "--disable-radix-cache", "", "", "--disable-prefix-caching"),
@@ -78,20 +83,24 @@ _INTENDED = "was documented ahead of its release; no released parser has it"
 
 KNOWN_FLAGS: Mapping[tuple[str, str], Known] = {
     ("vllm", "--moe-expert-replication-ratio"): (
-        "invented-flag", "no release of any engine had a --moe-expert-replication-ratio; copies of hot experts "
+        "invented-flag",
+        "no release of any engine had a --moe-expert-replication-ratio; copies of hot experts "
         "come from the load balancer",
         "--enable-expert-parallel --enable-eplb --eplb-config '{\"num_redundant_experts\": N}'",
     ),
     ("sglang", "--moe-expert-replication-ratio"): (
-        "invented-flag", "no release of any engine had a --moe-expert-replication-ratio; copies of hot experts "
+        "invented-flag",
+        "no release of any engine had a --moe-expert-replication-ratio; copies of hot experts "
         "come from the load balancer", "--enable-eplb --ep-num-redundant-experts N",
     ),
     ("vllm", "--expert-parallel-size"): (
-        "other-engine", "--expert-parallel-size is SGLang's; vLLM derives the size: expert parallel = tensor x "
+        "other-engine",
+        "--expert-parallel-size is SGLang's; vLLM derives the size: expert parallel = tensor x "
         "data parallel", "--enable-expert-parallel",
     ),
     ("vllm", "--ep-size"): (
-        "other-engine", "--ep-size is SGLang's; vLLM derives the size: expert parallel = tensor x data parallel",
+        "other-engine",
+        "--ep-size is SGLang's; vLLM derives the size: expert parallel = tensor x data parallel",
         "--enable-expert-parallel",
     ),
     ("vllm", "--num-redundant-experts"): (
@@ -123,8 +132,10 @@ KNOWN_FLAGS: Mapping[tuple[str, str], Known] = {
         for flag in ("--moe-expert-cache-size", "--moe-gpu-prefetch")
     },
     ("vllm", "--afd-config"): (
-        "fork-flag", "--afd-config is of development branches of attention/expert disaggregation; the released "
-        "plugin takes its settings elsewhere", "--additional-config '{\"afd\": {...}}' with the plugin's --worker-cls",
+        "fork-flag",
+        "--afd-config is of development branches of attention/expert disaggregation; the released "
+        "plugin takes its settings "
+        "elsewhere", "--additional-config '{\"afd\": {...}}' with the plugin's --worker-cls",
     ),
     ("vllm", "--disable-log-requests"): (
         "renamed-flag", "--disable-log-requests is gone: not logging requests became the default, and "
@@ -202,7 +213,8 @@ Variable = tuple[str | None, Literal["error", "warning"], str, str, str | None]
 KNOWN_VARIABLES: Mapping[str, Variable] = {
     "NCCL_ALGO": (
         None, "warning", "no-effect-on-all-to-all",
-        "NCCL_ALGO chooses how all-reduce and its like are done; an all-to-all is sends and receives, which it "
+        "NCCL_ALGO chooses how all-reduce and its like are done; an all-to-all is sends and receives, "
+        "which it "
         "does not touch",
         "NCCL_MIN_NCHANNELS, NCCL_NCHANNELS_PER_NET_PEER or NCCL_BUFFSIZE",
     ),
@@ -211,12 +223,14 @@ KNOWN_VARIABLES: Mapping[str, Variable] = {
         "NCCL reads no NCCL_BUFF_SIZE: it is ignored without a word", "NCCL_BUFFSIZE=16777216",
     ),
     "NCCL_ASYNC_ERROR_HANDLING": (
-        None, "warning", "renamed-variable", "torch reads TORCH_NCCL_ASYNC_ERROR_HANDLING; the name without the "
-        "prefix is deprecated", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        None, "warning", "renamed-variable",
+        "torch reads TORCH_NCCL_ASYNC_ERROR_HANDLING; the name without the prefix is deprecated",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     ),
     "VLLM_EP_SIZE": (
         None, "error", "fork-variable",
-        "VLLM_EP_SIZE existed in a fork only: vLLM derives the size, expert parallel = tensor x data parallel",
+        "VLLM_EP_SIZE existed in a fork only: vLLM derives the size, expert parallel = tensor x data "
+        "parallel",
         "--enable-expert-parallel",
     ),
     "VLLM_ALL2ALL_BACKEND": (
@@ -240,7 +254,8 @@ KNOWN_PROGRAMS: Mapping[str, tuple[str, str]] = {
         "vllm serve with the plugin's --worker-cls and --additional-config '{\"afd\": {...}}'",
     ),
     "s23_book_calc.py": (
-        "this script was quoted in public and never published", "moesaic inspect, moesaic fit and moesaic plan",
+        "this script was quoted in public and never published",
+        "moesaic inspect, moesaic fit and moesaic plan",
     ),
 }
 """Programs that are quoted and cannot be had."""
@@ -250,7 +265,7 @@ KNOWN_TEXT: tuple[tuple[str, dict[str, str]], ...] = (
         r"torch\.cuda\.synchronize\s*\(",
         {
             "flag": "torch.cuda.synchronize()", "severity": "warning", "rule": "device-wide-wait",
-            "message": "a device-wide wait ends the overlap that is to be timed, and counts every other stream",
+            "message": "a device-wide wait ends the overlap that is to be timed, and counts other streams",
             "suggestion": "record two torch.cuda.Event(enable_timing=True) on the stream, wait with "
             "end.synchronize(), read start.elapsed_time(end)",
         },

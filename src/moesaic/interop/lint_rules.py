@@ -93,7 +93,9 @@ def _sizes(line: Line, spec: ModelSpec) -> Findings:
             if one.rule != "context-parallel-divides":
                 flag = _typed(line, flags.get(one.rule, "--enable-expert-parallel"), one.rule)
                 yield _find(flag, "error", one.rule, one.message, one.suggestion)
-    flag = {"vllm": "--max-model-len", "sglang": "--context-length", "kt": "--context-length"}.get(line.engine)
+    flag = {"vllm": "--max-model-len", "sglang": "--context-length", "kt": "--context-length"}.get(
+        line.engine
+    )
     length = line.number(flag, 0) if flag else None
     stretched = ("--hf-overrides", "--rope-scaling", "--json-model-override-args")
     allowed = ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
@@ -151,8 +153,9 @@ def _layout(line: Line) -> tuple[int, int, int, int | None, int] | None:
             return None
         return tp // groups, ep, tp // ep, redundant, 1
     if line.engine == "trtllm":
-        tp, ep = line.number("--tp_size", 1), line.number("--ep_size", 1)
-        return None if tp is None or ep is None or tp % ep else (tp, ep, tp // ep, None, 1)
+        tp, ep, cp = (line.number(name, 1) for name in ("--tp_size", "--ep_size", "--cp_size"))
+        is_open = tp is None or ep is None or cp is None or (tp * cp) % ep
+        return None if is_open else (tp, ep, tp * cp // ep, None, 1)
     return None
 
 
@@ -196,7 +199,8 @@ def _vllm(line: Line) -> Findings:
     if line.is_on("--enable-dbo") and (backend or "allgather_reducescatter") not in carried:
         yield _find(
             "--enable-dbo", "error", "overlap-needs-transport",
-            f"--enable-dbo is refused with the transport {backend or 'allgather_reducescatter (the default)'}",
+            "--enable-dbo is refused with the transport "
+            f"{backend or 'allgather_reducescatter (the default)'}",
             f"--all2all-backend {' or '.join(carried)}",
         )  # fmt: skip
     local = line.number("--data-parallel-size-local", 0)
@@ -226,7 +230,10 @@ def _vllm_eplb(line: Line, is_eplb: bool) -> Findings:
             )
     if isinstance(redundant, int) and redundant < 0:
         yield _find(
-            "--eplb-config.num_redundant_experts", "error", "wrong-value", "redundant experts cannot be negative"
+            "--eplb-config.num_redundant_experts",
+            "error",
+            "wrong-value",
+            "redundant experts cannot be negative",
         )
     if config.get("use_async", True) and config.get("communicator") in ("torch_nccl", "pynccl"):
         yield _find(
@@ -283,7 +290,8 @@ def _sglang_attention(line: Line, tp: int | None, dp: int | None) -> Findings:
         )  # fmt: skip
     if line.is_on("--enable-dp-attention") and dp == 1:
         yield _find(
-            "--enable-dp-attention", "warning", "no-effect", "--enable-dp-attention with one group has no effect",
+            "--enable-dp-attention", "warning", "no-effect",
+            "--enable-dp-attention with one group has no effect",
             "--dp-size N",
         )  # fmt: skip
     if line.get("--attn-dp-size") and dp and dp > 1 and (groups or 1) > 1:
@@ -301,7 +309,8 @@ def _sglang_dispatch(line: Line) -> Findings:
     if line.inventory.find("--moe-a2a-backend") and a2a == "none" and rule in ("static", "lp"):
         yield _find(
             "--ep-dispatch-algorithm", "error", "copies-differ-by-rank",
-            f"--ep-dispatch-algorithm {rule} is refused without a transport: ranks would pick other copies of "
+            f"--ep-dispatch-algorithm {rule} is refused without a transport: ranks would pick other "
+            "copies of "
             "an expert for one token",
             "--ep-dispatch-algorithm dynamic, or --moe-a2a-backend deepep",
         )  # fmt: skip
@@ -383,7 +392,10 @@ def _kt(line: Line) -> Findings:
             "--kt-gpu-experts-ratio", "error", "said-twice",
             "--kt-num-gpu-experts and --kt-gpu-experts-ratio say the same thing", "one of the two",
         )  # fmt: skip
-    if line.text("--kt-expert-placement-strategy") == "frequency" and line.get("--init-expert-location") is None:
+    if (
+        line.text("--kt-expert-placement-strategy") == "frequency"
+        and line.get("--init-expert-location") is None
+    ):
         yield _find(
             "--kt-expert-placement-strategy", "error", "placement-needs-counts",
             "the strategy frequency reads recorded counts, and none are given",
@@ -395,12 +407,13 @@ def _kt(line: Line) -> Findings:
 
 
 def _trtllm(line: Line) -> Findings:
-    tp, ep = line.number("--tp_size", 1), line.number("--ep_size", 1)
-    if tp and ep and (ep > tp or tp % ep):
+    tp, ep, cp = (line.number(name, 1) for name in ("--tp_size", "--ep_size", "--cp_size"))
+    ranks = None if tp is None or cp is None else tp * cp
+    if ranks and ep and (ep > ranks or ranks % ep):
         yield _find(
             "--ep_size", "error", "experts-over-ranks",
-            f"expert parallel {ep} must divide tensor parallel {tp}: tp_size counts all ranks of a stage",
-            f"--tp_size {ep}" if ep > tp else f"--ep_size {tp}",
+            f"expert parallel {ep} must divide the {ranks} ranks of a stage, tensor x context parallel",
+            f"--tp_size {ep}" if ep > ranks else f"--ep_size {ranks}",
         )  # fmt: skip
     env = line.command.env
     if "EXPERT_STATISTIC_ITER_RANGE" in env and "EXPERT_STATISTIC_PATH" not in env:
@@ -436,7 +449,9 @@ def _llamacpp(line: Line) -> Findings:
             try:
                 re.compile(pattern)
             except re.error as error:
-                yield _find(option.word, "error", "wrong-value", f"{pattern!r} is no regular expression: {error}")
+                yield _find(
+                    option.word, "error", "wrong-value", f"{pattern!r} is no regular expression: {error}"
+                )
             if not sign or not buffer:
                 yield _find(
                     option.word, "error", "wrong-value", f"{part!r} must be a pattern, =, and a buffer",
@@ -444,7 +459,8 @@ def _llamacpp(line: Line) -> Findings:
                 )  # fmt: skip
     if line.is_on("--cpu-moe") and line.get("--n-cpu-moe") is not None:
         yield _find(
-            "--n-cpu-moe", "warning", "no-effect", "--cpu-moe already keeps every layer's experts in host memory",
+            "--n-cpu-moe", "warning", "no-effect",
+            "--cpu-moe already keeps every layer's experts in host memory",
             "one of the two",
         )  # fmt: skip
     if line.number("--gpu-layers", -1) == 0 and (line.is_on("--cpu-moe") or line.get("--n-cpu-moe")):
@@ -473,4 +489,3 @@ RULES: Mapping[str, Callable[[Line], Findings]] = {
     "vllm": _vllm, "sglang": _sglang, "kt": _kt, "trtllm": _trtllm, "llamacpp": _llamacpp,
     "nccltests": _nccltests,
 }  # fmt: skip
-

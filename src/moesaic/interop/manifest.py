@@ -81,7 +81,10 @@ def _pod(
         "args": ["exec " + " ".join(map(quoted, launch.words))],
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            *({"name": key, "value": value.replace("$POD_IP", "$(POD_IP)")} for key, value in launch.env.items()),
+            *(
+                {"name": key, "value": value.replace("$POD_IP", "$(POD_IP)")}
+                for key, value in launch.env.items()
+            ),
         ],
         "resources": {"limits": {"nvidia.com/gpu": devices}, "requests": {"nvidia.com/gpu": devices}},
         "volumeMounts": mounts,

@@ -45,7 +45,9 @@ class Judgement:
     reason: str
 
 
-def read_results(text: str, *, num_ranks: int | None = None, name: str = "results") -> tuple[int, tuple[Row, ...]]:
+def read_results(
+    text: str, *, num_ranks: int | None = None, name: str = "results"
+) -> tuple[int, tuple[Row, ...]]:
     """Ranks and rows of an alltoall_perf output; the out-of-place columns.
 
     Raises: ConfigError without rows, and where the number of ranks is neither printed nor given.
@@ -71,7 +73,9 @@ def read_results(text: str, *, num_ranks: int | None = None, name: str = "result
     if not rows:
         raise ConfigError(f"{name}: no line of sizes and times; give the whole output of alltoall_perf")
     if ranks is None or ranks < 2:
-        raise ConfigError(f"{name}: says not how many ranks took part; name them with --machine, as in h100x8")
+        raise ConfigError(
+            f"{name}: says not how many ranks took part; name them with --machine, as in h100x8"
+        )
     return ranks, tuple(rows)
 
 
@@ -140,7 +144,8 @@ def _verdict(
     wrong = next((row for row in rows if row.num_wrong), None)
     if wrong is not None:
         return "wrong", (
-            f"{wrong.num_wrong} results of the message of {format_bytes(wrong.size_bytes)} differ: a link or a "
+            f"{wrong.num_wrong} results of the message of {format_bytes(wrong.size_bytes)} differ: a "
+            "link or a "
             "driver is broken"
         )
     for row in rows:
@@ -153,5 +158,8 @@ def _verdict(
     if best.busbw > peak:
         return "impossible", f"{shown} is more than the {format_bytes(peak)}/s that the {bound} carries"
     if best.busbw < wanted:
-        return "slow", f"{shown} is below {format_bytes(wanted)}/s, {best.busbw / peak:.0%} of the {bound}'s peak"
+        return (
+            "slow",
+            f"{shown} is below {format_bytes(wanted)}/s, {best.busbw / peak:.0%} of the {bound}'s peak",
+        )
     return "good", f"{shown}, {best.busbw / peak:.0%} of the {bound}'s peak"

@@ -38,7 +38,9 @@ def read_matrix(text: str, *, name: str = "nvidia-smi topo -m") -> Topology:
             rows[first] = words
     missing = [device for device in columns if device not in rows]
     if missing:
-        raise ConfigError(f"{name}: {missing[0]} has a column and no row: the text is cut; give the whole of it")
+        raise ConfigError(
+            f"{name}: {missing[0]} has a column and no row: the text is cut; give the whole of it"
+        )
     gpus = [device for device in columns if device.startswith("GPU")]
     nics = [device for device in columns if not device.startswith("GPU")]
     order = [columns.index(device) for device in (*gpus, *nics)]
@@ -47,7 +49,8 @@ def read_matrix(text: str, *, name: str = "nvidia-smi topo -m") -> Topology:
         words = rows[device]
         if len(words) < len(columns):
             raise ConfigError(
-                f"{name}: the row of {device} has {len(words)} links for {len(columns)} columns: the text is cut"
+                f"{name}: the row of {device} has {len(words)} links for {len(columns)} columns: the "
+                "text is cut"
             )
         links.append(tuple(words[column] for column in order))
     named = dict(_NAMED.findall(plain))

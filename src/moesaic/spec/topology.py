@@ -38,11 +38,13 @@ class Topology:
             for j, link in enumerate(row):
                 if link not in LINKS and not _NVLINK.fullmatch(link):
                     raise ConfigError(
-                        f"{names[i]} to {names[j]}: {link!r} is no link; known: NV and a number, {', '.join(LINKS)}"
+                        f"{names[i]} to {names[j]}: {link!r} is no link; known: NV and a number, "
+                        f"{', '.join(LINKS)}"
                     )
                 if (link == "X") != (i == j) or link != self.links[j][i]:
                     raise ConfigError(
-                        f"{names[i]} to {names[j]} is {link}, the other way {self.links[j][i]}: a matrix of links "
+                        f"{names[i]} to {names[j]} is {link}, the other way {self.links[j][i]}: a "
+                        "matrix of links "
                         "is symmetric, with X on its diagonal only"
                     )
         for label, values in (("cpus", self.cpus), ("numa", self.numa)):
@@ -58,7 +60,7 @@ class Topology:
 
     @property
     def nvlink_groups(self) -> tuple[tuple[str, ...], ...]:
-        """GPUs that reach each other over NVLink, directly or through others; those without have one alone."""
+        """GPUs that reach each other over NVLink, directly or through others; without it, each alone."""
         left = list(range(len(self.gpus)))
         groups = []
         while left:

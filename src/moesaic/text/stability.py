@@ -114,7 +114,7 @@ def read_prompt(data: Any, where: str) -> Prompt:
                 return Prompt(sections=((name, data[name]),))
     if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
         raise ConfigError(
-            f"{where}: neither a text nor a request; a line is {{\"prompt\": ...}}, {{\"messages\": [...]}} or a "
+            f'{where}: neither a text nor a request; a line is {{"prompt": ...}}, {{"messages": [...]}} or a '
             "JSON string"
         )
     tools = data.get("tools") if isinstance(data, Mapping) else None
@@ -124,12 +124,12 @@ def read_prompt(data: Any, where: str) -> Prompt:
         content = message.get("content")
         text = content if isinstance(content, str) else json.dumps(content)
         sections.append((f"messages[{idx}].content", f"{message.get('role', '')}: {text}\n"))
-    return Prompt(sections=tuple(sections), tools=written, last=len(sections) - 1 if len(messages) > 1 else -1)
+    return Prompt(
+        sections=tuple(sections), tools=written, last=len(sections) - 1 if len(messages) > 1 else -1
+    )
 
 
-def measure(
-    prompts: Sequence[Prompt], encode: Callable[[str], Sequence[int]] | None = None
-) -> Stability:
+def measure(prompts: Sequence[Prompt], encode: Callable[[str], Sequence[int]] | None = None) -> Stability:
     """What is unstable in prompts of one application, in the order in which they were sent.
 
     `encode` is a tokenizer; without one the cache is measured in characters.
@@ -216,9 +216,7 @@ def _partings(prompts: Sequence[Prompt]) -> Iterator[_Parting]:
         earlier = [*earlier[-NEIGHBOURS + 1 :], (prompt, masked)]
 
 
-def _spans(
-    idx: int, prompt: Prompt, masked: _Masked, near: Prompt, other: _Masked
-) -> Iterator[_Parting]:
+def _spans(idx: int, prompt: Prompt, masked: _Masked, near: Prompt, other: _Masked) -> Iterator[_Parting]:
     """Volatile spans that differ while the text around them does not."""
     shared = _common(masked.text, other.text)
     if shared <= MIN_LOST:
@@ -238,9 +236,7 @@ def _spans(
         )  # fmt: skip
 
 
-def _tool_order(
-    idx: int, prompt: Prompt, earlier: Sequence[tuple[Prompt, _Masked]]
-) -> Iterator[_Parting]:
+def _tool_order(idx: int, prompt: Prompt, earlier: Sequence[tuple[Prompt, _Masked]]) -> Iterator[_Parting]:
     same = [other for other, _ in earlier if sorted(other.tools) == sorted(prompt.tools)]
     if not prompt.tools or not same or any(other.tools == prompt.tools for other in same):
         return
