@@ -113,6 +113,11 @@ def _pair(
     shape: Shape, model: str, inventory: Inventory, placement: str | None, spec: ModelSpec | None
 ) -> tuple[Launch, Launch | None, int]:
     """The lines of the leader's and the workers' pods, whose places are variables."""
+    if inventory.engine == "trtllm" and shape.num_nodes > 1:
+        raise ConfigError(
+            f"{shape.path} spans {shape.num_nodes} nodes, which mpirun reaches over ssh: no LeaderWorkerSet; "
+            "leave --kubernetes out, or plan instances of one node"
+        )
     nodes = [Place(head=HEAD, rank="0", is_head=True)]
     if shape.num_nodes > 1:
         nodes.append(Place(head=HEAD, rank=RANK, is_head=False))

@@ -149,10 +149,10 @@ def load(engine: str, version: str) -> Inventory:
     """One inventory, read once."""
     data = json.loads((FOLDER / f"{engine}-{version}.json").read_text(encoding="utf-8"))
     lists = ("aliases", "off", "choices", "keys", "programs")
-    flags = [
-        Flag(**{key: tuple(map(str, value)) if key in lists else value for key, value in one.items()})
-        for one in data.pop("flags")
-    ]
+    flags = []
+    for one in data.pop("flags"):
+        facts: dict[str, Any] = {k: tuple(map(str, v)) if k in lists else v for k, v in one.items()}
+        flags.append(Flag(**facts))
     data["files"] = tuple(data["files"])
     return Inventory(**data, flags=tuple(flags))
 

@@ -204,7 +204,8 @@ def _shape(
         ep=ep, expert_tp=expert_tp, pp=layout.pipeline, num_micro_batches=layout.num_micro_batches,
         dispatcher=layout.dispatcher, num_experts=experts, num_redundant=redundant,
         weights=None if weights in (None, stored) else weights, stored=stored,
-        kv=formats.get("kv", "bfloat16"), dispatch=formats.get("dispatch", "bfloat16"), dtype=deployment.numerics.seam_dtype,
+        kv=formats.get("kv", "bfloat16"), dispatch=formats.get("dispatch", "bfloat16"),
+        dtype=deployment.numerics.seam_dtype,
         devices_per_node=per_node or _devices_per_node(instance.machines["attention"]), instance=instance,
     )  # fmt: skip
     devices, node = shape.num_devices, shape.devices_per_node

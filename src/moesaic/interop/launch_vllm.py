@@ -180,6 +180,6 @@ def _memory(words: Words, shape: Shape) -> None:
         if tier.place == "host" and words.has("--cpu-offload-params"):
             words.add("--cpu-offload-gb", f"{tier.budget_bytes / shape.num_devices / gib:.1f}")
             words.add("--cpu-offload-params", "experts")
-    for tier in shape.instance.tiers.kv:
-        if tier.place == "host" and words.has("--kv-offloading-size"):
-            words.add("--kv-offloading-size", f"{tier.budget_bytes / gib:.1f}")
+    for blocks in shape.instance.tiers.kv:
+        if blocks.place == "host" and words.has("--kv-offloading-size"):
+            words.add("--kv-offloading-size", f"{blocks.budget_bytes / gib:.1f}")

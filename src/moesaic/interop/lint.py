@@ -83,11 +83,12 @@ def lint(text: str, *, version: str | None = None, model: str | None = None) -> 
 
 
 def _text_reports(text: str) -> Iterator[LineReport]:
-    for pattern, finding in KNOWN_TEXT:
+    for pattern, name, severity, rule, message, suggestion in KNOWN_TEXT:
         if re.search(pattern, text):
+            found = Finding(flag=name, severity=severity, rule=rule, message=message, suggestion=suggestion)
             yield LineReport(
                 engine="", program="python", version=None, asked=None, basis=None, model=None,
-                findings=(Finding(**finding),),
+                findings=(found,),
             )  # fmt: skip
 
 
@@ -208,6 +209,13 @@ def _unknown(option: Option, command: Command, inventory: Inventory) -> Finding:
     if known is not None:
         rule, message, suggestion = known
         return Finding(flag=option.word, severity="error", rule=rule, message=message, suggestion=suggestion)
+    where = [f for f in inventory.by_name.get(head, ()) if f.programs]
+    if where:
+        programs = _list([f"{_program(inventory.engine, p)}" for p in where[0].programs])
+        return Finding(
+            flag=option.word, severity="error", rule="other-program",
+            message=f"{head} is a flag of {programs}, not of {_program(inventory.engine, command.program)}",
+        )  # fmt: skip
     past = _past(option, head, inventory)
     if past is not None:
         return past
@@ -221,13 +229,6 @@ def _unknown(option: Option, command: Command, inventory: Inventory) -> Finding:
             flag=option.word, severity=severity, rule="other-engine", suggestion=own,
             message=f"{inventory.title} has no {head}: {whose}"
             + (f"; {TITLES[inventory.engine]} has {own}" if own else ""),
-        )  # fmt: skip
-    where = [f for f in inventory.by_name.get(head, ()) if f.programs]
-    if where:
-        programs = _list([f"{_program(inventory.engine, p)}" for p in where[0].programs])
-        return Finding(
-            flag=option.word, severity="error", rule="other-program",
-            message=f"{head} is a flag of {programs}, not of {_program(inventory.engine, command.program)}",
         )  # fmt: skip
     close = get_close_matches(head, list(inventory.by_name), n=1, cutoff=0.7)
     return Finding(

@@ -260,18 +260,16 @@ KNOWN_PROGRAMS: Mapping[str, tuple[str, str]] = {
 }
 """Programs that are quoted and cannot be had."""
 
-KNOWN_TEXT: tuple[tuple[str, dict[str, str]], ...] = (
+Severity = Literal["error", "warning"]
+KNOWN_TEXT: tuple[tuple[str, str, Severity, str, str, str], ...] = (
     (
-        r"torch\.cuda\.synchronize\s*\(",
-        {
-            "flag": "torch.cuda.synchronize()", "severity": "warning", "rule": "device-wide-wait",
-            "message": "a device-wide wait ends the overlap that is to be timed, and counts other streams",
-            "suggestion": "record two torch.cuda.Event(enable_timing=True) on the stream, wait with "
-            "end.synchronize(), read start.elapsed_time(end)",
-        },
+        r"torch\.cuda\.synchronize\s*\(", "torch.cuda.synchronize()", "warning", "device-wide-wait",
+        "a device-wide wait ends the overlap that is to be timed, and counts other streams",
+        "record two torch.cuda.Event(enable_timing=True) on the stream, wait with end.synchronize(), read "
+        "start.elapsed_time(end)",
     ),
 )  # fmt: skip
-"""Lines of Python that come along in such texts."""
+"""Lines of Python that come along in such texts: pattern, name, severity, rule, message, suggestion."""
 
 MODEL_IDS: Mapping[str, str] = {
     "mistralai/Mixtral-8x7B": "mistralai/Mixtral-8x7B-v0.1",

@@ -19,6 +19,7 @@ from moesaic.spec.model import ModelSpec
 from moesaic.units import parse_bytes
 
 Findings = Iterator[Finding]
+CONTEXT = {"vllm": "--max-model-len", "sglang": "--context-length", "kt": "--context-length"}
 
 
 def check_line(line: Line, model: str | None, text: str) -> Findings:
@@ -61,9 +62,9 @@ def _model_id(line: Line) -> Findings:
             "vllm serve takes the model as its first word; --model still works there and will be removed",
             f"vllm serve {name}",
         )  # fmt: skip
-    right = {wrong.lower(): right for wrong, right in MODEL_IDS.items()}.get(name.lower())
-    if right is not None:
-        yield _find(name, "error", "unknown-model", f"there is no repository {name}", right)
+    meant = {wrong.lower(): right for wrong, right in MODEL_IDS.items()}.get(name.lower())
+    if meant is not None:
+        yield _find(name, "error", "unknown-model", f"there is no repository {name}", meant)
 
 
 def model_of(line: Line, name: str | None) -> ModelSpec | None:
@@ -91,11 +92,9 @@ def _sizes(line: Line, spec: ModelSpec) -> Findings:
         flags = {"heads-divide": "--tensor-parallel-size", "blocks-divide": "--tensor-parallel-size"}
         for one in problems(spec, tp=tp, ep=ep, expert_tp=expert_tp, num_redundant=redundant, kvp=kvp):
             if one.rule != "context-parallel-divides":
-                flag = _typed(line, flags.get(one.rule, "--enable-expert-parallel"), one.rule)
-                yield _find(flag, "error", one.rule, one.message, one.suggestion)
-    flag = {"vllm": "--max-model-len", "sglang": "--context-length", "kt": "--context-length"}.get(
-        line.engine
-    )
+                typed = _typed(line, flags.get(one.rule, "--enable-expert-parallel"), one.rule)
+                yield _find(typed, "error", one.rule, one.message, one.suggestion)
+    flag = CONTEXT.get(line.engine)
     length = line.number(flag, 0) if flag else None
     stretched = ("--hf-overrides", "--rope-scaling", "--json-model-override-args")
     allowed = ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
@@ -154,8 +153,9 @@ def _layout(line: Line) -> tuple[int, int, int, int | None, int] | None:
         return tp // groups, ep, tp // ep, redundant, 1
     if line.engine == "trtllm":
         tp, ep, cp = (line.number(name, 1) for name in ("--tp_size", "--ep_size", "--cp_size"))
-        is_open = tp is None or ep is None or cp is None or (tp * cp) % ep
-        return None if is_open else (tp, ep, tp * cp // ep, None, 1)
+        if tp is None or ep is None or cp is None or (tp * cp) % ep:
+            return None
+        return tp, ep, tp * cp // ep, None, 1
     return None
 
 

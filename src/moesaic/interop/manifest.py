@@ -43,18 +43,19 @@ def _config_map(files: Mapping[str, str]) -> dict[str, Any]:
 def _worker_set(
     leader: Launch, worker: Launch | None, devices: int, files: Mapping[str, str], image: str, port: int
 ) -> dict[str, Any]:
-    template: dict[str, Any] = {
-        "size": leader.num_nodes,
-        "restartPolicy": "RecreateGroupOnPodRestart",
-        "leaderTemplate": {
-            "metadata": {"labels": {"app": leader.instance, "role": "leader"}},
-            "spec": _pod("leader", leader, devices, files, image, port),
-        },
-        "workerTemplate": {
-            "metadata": {"labels": {"app": leader.instance, "role": "worker"}},
-            "spec": _pod("worker", worker or leader, devices, files, image, None),
-        },
+    template: dict[str, Any] = {"size": leader.num_nodes, "restartPolicy": "RecreateGroupOnPodRestart"}
+    first = {
+        "metadata": {"labels": {"app": leader.instance, "role": "leader"}},
+        "spec": _pod("leader", leader, devices, files, image, port),
     }
+    if worker is None:  # of a group of one pod, which then has the workers' template
+        template["workerTemplate"] = first
+    else:
+        template["leaderTemplate"] = first
+        template["workerTemplate"] = {
+            "metadata": {"labels": {"app": leader.instance, "role": "worker"}},
+            "spec": _pod("worker", worker, devices, files, image, None),
+        }
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": "LeaderWorkerSet",

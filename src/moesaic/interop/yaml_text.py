@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+
+_WORDS = frozenset({"yes", "no", "on", "off", "true", "false", "null", "y", "n"})  # that are no text unquoted
 
 
 def dump_yaml(*documents: Mapping[str, Any]) -> str:
@@ -16,7 +20,7 @@ def _lines(value: Any, depth: int) -> Iterator[str]:
     pad = "  " * depth
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _entry(f"{pad}{key}:", inner, depth)
+            yield from _entry(f"{pad}{_key(str(key))}:", inner, depth)
     else:
         for inner in value:
             first, *rest = _lines(inner, depth + 1) if _is_nested(inner) else [_scalar(inner)]
@@ -37,6 +41,11 @@ def _entry(head: str, inner: Any, depth: int) -> Iterator[str]:
 
 def _is_nested(value: Any) -> bool:
     return isinstance(value, Mapping | Sequence) and not isinstance(value, str) and bool(value)
+
+
+def _key(text: str) -> str:
+    is_plain = re.fullmatch(r"[A-Za-z_][\w./-]*", text) and text.lower() not in _WORDS
+    return text if is_plain else json.dumps(text)
 
 
 def _scalar(value: Any) -> str:

@@ -191,7 +191,10 @@ class _Masked:
 
 
 def _masked(text: str) -> _Masked:
-    pieces, origin, spans, end = [], [], [], 0
+    pieces: list[str] = []
+    origin: list[int] = []
+    spans: list[tuple[int, int, str]] = []
+    end = 0
     for match in _VOLATILE.finditer(text):
         pieces.append(text[end : match.start()])
         origin += range(end, match.start())
