@@ -86,9 +86,7 @@ def _model(deployment: Deployment, given: str | None) -> tuple[str, ModelSpec | 
 
     Raises: ConfigError when the given model is another, or none is given and no preset is the one.
     """
-    if given is not None:
-        if not (given.lower() in preset_names() or Path(given).exists()):
-            return given, None  # a repository or a folder of another machine: taken at its word
+    if given is not None and (given.lower() in preset_names() or Path(given).exists()):
         located = locate(given)
         spec = read_config(located.config, name=located.name)
         if digest(spec) != deployment.model_digest:
@@ -98,14 +96,14 @@ def _model(deployment: Deployment, given: str | None) -> tuple[str, ModelSpec | 
             )
         return _repository(given), spec
     for stem in sorted(set(preset_names().values())):
-        located = locate(stem)
-        spec = read_config(located.config, name=stem)
+        spec = read_config(locate(stem).config, name=stem)
         if digest(spec) == deployment.model_digest:
-            return _repository(stem), spec
+            return given or _repository(stem), spec
+    if given is not None:
+        return given, None  # a model of one's own, on another machine
     raise ConfigError(
-        f"no preset is the model of the deployment (digest {deployment.model_digest}); say what the "
-        "engine is "
-        "to load with --model"
+        f"no preset is the model of the deployment (digest {deployment.model_digest}); say what the engine "
+        "is to load with --model"
     )
 
 

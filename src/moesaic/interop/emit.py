@@ -83,7 +83,7 @@ def emit(
     return Emission(
         engine=engine, version=inventory.version, basis=inventory.basis, model=model,
         launches=tuple(launches), files=files, lacks=tuple(dict.fromkeys(lacks)),
-        notes=tuple(_notes(deployment, shapes, inventory)),
+        notes=tuple(_notes(deployment, shapes, inventory, spec)),
     )  # fmt: skip
 
 
@@ -137,9 +137,14 @@ def _divisions(shape: Shape, spec: ModelSpec | None, engine: str) -> list[Lack]:
     ]
 
 
-def _notes(deployment: Deployment, shapes: tuple[Shape, ...], inventory: Inventory) -> list[str]:
+def _notes(
+    deployment: Deployment, shapes: tuple[Shape, ...], inventory: Inventory, spec: ModelSpec | None
+) -> list[str]:
     title = inventory.title
     notes = [f"{title} adds up in its own order: answers are close to the plan's numerics, not bit-identical"]
+    named = {shape.stored for shape in shapes} - {None}
+    if spec is None and named:
+        notes.append(f"the checkpoint is taken to store its weights in {', '.join(sorted(map(str, named)))}")
     if inventory.basis == "documented":
         notes.append(f"the flags of {title} are from its documentation; its parser was not read")
     if any(shape.phase is not None for shape in shapes):

@@ -64,7 +64,7 @@ class Shape:
     num_experts: int  # logical; 0 for a dense model
     num_redundant: int
     weights: str | None  # None: as the checkpoint stores them
-    stored: str | None  # how it stores them; None: not known
+    stored: str | None  # how it stores them, as far as is known: of an unknown model as planned
     kv: str
     dispatch: str
     dtype: str
@@ -203,7 +203,7 @@ def _shape(
         name=instance.name, path=path, phases=instance.phases, count=instance.count, tp=tp, dp=dp, kvp=kvp,
         ep=ep, expert_tp=expert_tp, pp=layout.pipeline, num_micro_batches=layout.num_micro_batches,
         dispatcher=layout.dispatcher, num_experts=experts, num_redundant=redundant,
-        weights=None if weights in (None, stored) else weights, stored=stored,
+        weights=None if stored is None or weights in (None, stored) else weights, stored=stored or weights,
         kv=formats.get("kv", "bfloat16"), dispatch=formats.get("dispatch", "bfloat16"),
         dtype=deployment.numerics.seam_dtype,
         devices_per_node=per_node or _devices_per_node(instance.machines["attention"]), instance=instance,

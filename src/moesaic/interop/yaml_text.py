@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-
 _WORDS = frozenset({"yes", "no", "on", "off", "true", "false", "null", "y", "n"})  # that are no text unquoted
 
 

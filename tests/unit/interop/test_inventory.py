@@ -87,6 +87,6 @@ def test_names_are_found_by_the_rules_of_the_parser():
 def test_unknown_engines_and_versions_are_refused():
     with pytest.raises(ConfigError, match="did you mean vllm"):
         choose("vlm")
-    with pytest.raises(ConfigError, match="there are 0.10.2"):
+    with pytest.raises(ConfigError, match="there are 0"):
         choose("vllm", "latest")
     assert set(ENGINES) < {engine for engine, _ in ALL}

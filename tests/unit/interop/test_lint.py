@@ -54,7 +54,7 @@ def test_copies_that_come_out_are_clean():
 
 
 def test_several_commands_are_reported_each():
-    text = "# two servers\nexport NCCL_DEBUG=INFO\nvllm serve a --port 1 &\nsglang serve --model-path b --tpp 2\n"
+    text = "# two\nexport NCCL_DEBUG=INFO\nvllm serve a --port 1 &\nsglang serve --model-path b --tpp 2\n"
     reports = lint(text)
     assert [(one.engine, one.is_failed) for one in reports] == [("vllm", False), ("sglang", True)]
 

@@ -31,7 +31,8 @@ def test_stable_prompts_have_no_finding():
     [
         ("date", "2026-11-{:02d}"), ("date", "November {}, 2026"), ("timestamp", "2026-11-29T10:{:02d}:00Z"),
         ("time", "10:{:02d}"), ("uuid", "123e4567-e89b-12d3-a456-4266141740{:02d}"),
-        ("id", "req-a{:02d}bc9"), ("id", "f00dfeedbead{:02d}"), ("epoch", "17643840{:02d}"), ("counter", "{}"),
+        ("id", "req-a{:02d}bc9"), ("id", "f00dfeedbead{:02d}"), ("epoch", "17643840{:02d}"),
+        ("counter", "{}"),
     ],
 )  # fmt: skip
 def test_what_changes_before_what_is_shared_is_named(kind, value):
