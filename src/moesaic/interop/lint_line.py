@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from moesaic.interop.command import Command
 from moesaic.interop.inventory import Flag, Inventory
+from moesaic.spec.hardware import MAX_DEVICES
 
 Severity = Literal["error", "warning"]
 
@@ -67,6 +68,11 @@ class Line:
             return default
         text = found.value or ""
         return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+    def size(self, name: str) -> int | None:
+        """A number of ranks, 1 where the flag is absent; None where it is none that a cluster has."""
+        found = self.number(name, 1)
+        return found if found is not None and 1 <= found <= MAX_DEVICES else None
 
     def text(self, name: str) -> str | None:
         """A value, or None where the flag is absent."""

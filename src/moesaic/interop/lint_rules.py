@@ -19,6 +19,11 @@ from moesaic.spec.model import ModelSpec
 from moesaic.units import parse_bytes
 
 Findings = Iterator[Finding]
+SIZES = (
+    "--tensor-parallel-size", "--data-parallel-size", "--prefill-context-parallel-size",
+    "--decode-context-parallel-size", "--tp-size", "--dp-size", "--ep-size", "--attn-dp-size", "--tp_size",
+    "--ep_size", "--cp_size",
+)  # fmt: skip
 CONTEXT = {"vllm": "--max-model-len", "sglang": "--context-length", "kt": "--context-length"}
 
 
@@ -28,6 +33,7 @@ def check_line(line: Line, model: str | None, text: str) -> Findings:
     Raises: ConfigError when `model` was given and cannot be found.
     """
     yield from _model_id(line)
+    yield from _counts(line)
     rules = RULES.get(line.engine)
     if rules is not None:
         yield from rules(line)
@@ -40,6 +46,19 @@ def check_line(line: Line, model: str | None, text: str) -> Findings:
 
 def _find(flag: str, severity: Severity, rule: str, message: str, suggestion: str | None = None) -> Finding:
     return Finding(flag=flag, severity=severity, rule=rule, message=message, suggestion=suggestion)
+
+
+def _counts(line: Line) -> Findings:
+    named = dict.fromkeys(flag.name for name in SIZES if (flag := line.inventory.find(name)) is not None)
+    for name in named:
+        found = line.get(name)
+        if found is not None and line.number(name, 1) is not None and line.size(name) is None:
+            yield _find(
+                found.word,
+                "error",
+                "wrong-value",
+                f"{name} is a number of ranks, at least 1, not {found.value}",
+            )
 
 
 # --- the model
@@ -138,21 +157,22 @@ def _typed(line: Line, vllm_flag: str, rule: str) -> str:
 def _layout(line: Line) -> tuple[int, int, int, int | None, int] | None:
     """(heads are over, experts are over, experts are sliced by, redundant or None, KV is over)."""
     if line.engine == "vllm":
-        tp, dp = line.number("--tensor-parallel-size", 1), line.number("--data-parallel-size", 1)
+        tp, dp = line.size("--tensor-parallel-size"), line.size("--data-parallel-size")
         if tp is None or dp is None:
             return None
         is_ep = line.is_on("--enable-expert-parallel")
         redundant = line.json("--eplb-config").get("num_redundant_experts", 0)
-        copies = redundant if line.is_on("--enable-eplb") and isinstance(redundant, int) else None
+        is_count = isinstance(redundant, int) and redundant >= 0
+        copies = redundant if line.is_on("--enable-eplb") and is_count else None
         return tp, tp * dp if is_ep else 1, 1 if is_ep else tp * dp, copies, 1
     if line.engine in ("sglang", "kt"):
-        tp, ep, groups = line.number("--tp-size", 1), _sglang_ep(line), _attention_groups(line)
+        tp, ep, groups = line.size("--tp-size"), _sglang_ep(line), _attention_groups(line)
         redundant = line.number("--ep-num-redundant-experts", 0)
         if tp is None or ep is None or groups is None or tp % groups or tp % ep:
             return None
         return tp // groups, ep, tp // ep, redundant, 1
     if line.engine == "trtllm":
-        tp, ep, cp = (line.number(name, 1) for name in ("--tp_size", "--ep_size", "--cp_size"))
+        tp, ep, cp = (line.size(name) for name in ("--tp_size", "--ep_size", "--cp_size"))
         if tp is None or ep is None or cp is None or (tp * cp) % ep:
             return None
         return tp, ep, tp * cp // ep, None, 1
@@ -163,8 +183,8 @@ def _layout(line: Line) -> tuple[int, int, int, int | None, int] | None:
 
 
 def _vllm(line: Line) -> Findings:
-    tp, dp = line.number("--tensor-parallel-size", 1), line.number("--data-parallel-size", 1)
-    pcp = line.number("--prefill-context-parallel-size", 1)
+    tp, dp = line.size("--tensor-parallel-size"), line.size("--data-parallel-size")
+    pcp = line.size("--prefill-context-parallel-size")
     ranks = None if tp is None or dp is None or pcp is None else tp * dp * pcp
     is_ep, is_eplb = line.is_on("--enable-expert-parallel"), line.is_on("--enable-eplb")
     if is_eplb and not is_ep:
@@ -180,7 +200,7 @@ def _vllm(line: Line) -> Findings:
             "--tensor-parallel-size N or --data-parallel-size N",
         )  # fmt: skip
     yield from _vllm_eplb(line, is_eplb)
-    dcp = line.number("--decode-context-parallel-size", 1)
+    dcp = line.size("--decode-context-parallel-size")
     if tp and dcp and pcp == 1 and tp % dcp:
         yield _find(
             "--decode-context-parallel-size", "error", "context-parallel-divides",
@@ -249,19 +269,19 @@ def _vllm_eplb(line: Line, is_eplb: bool) -> Findings:
 def _attention_groups(line: Line) -> int | None:
     """Data parallel groups of attention inside the tensor parallel group."""
     if line.get("--attn-dp-size") is not None:
-        return line.number("--attn-dp-size", 1)
-    return line.number("--dp-size", 1) if line.is_on("--enable-dp-attention") else 1
+        return line.size("--attn-dp-size")
+    return line.size("--dp-size") if line.is_on("--enable-dp-attention") else 1
 
 
 def _sglang_ep(line: Line) -> int | None:
     """Expert parallel as it is in force: a transport between ranks makes it as wide as tensor parallel."""
     if line.text("--moe-a2a-backend") not in (None, "none") or line.is_on("--enable-deepep-moe"):
-        return line.number("--tp-size", 1)
-    return line.number("--ep-size", 1)
+        return line.size("--tp-size")
+    return line.size("--ep-size")
 
 
 def _sglang(line: Line) -> Findings:
-    tp, ep, dp = line.number("--tp-size", 1), _sglang_ep(line), line.number("--dp-size", 1)
+    tp, ep, dp = line.size("--tp-size"), _sglang_ep(line), line.size("--dp-size")
     if line.is_on("--enable-eplb") and ep == 1:
         yield _find(
             "--enable-eplb", "error", "balancer-needs-experts-apart",
@@ -366,7 +386,7 @@ def _sglang_buffer(line: Line) -> Findings:
         return
     held = line.command.env.get(name, "128")
     running, groups = line.number("--max-running-requests", 0), _attention_groups(line)
-    if not held.isdigit() or not running or not groups:
+    if not held.isdigit() or not running or running < 0 or not groups:
         return
     each = -(-running // groups)
     if each > int(held):
@@ -407,7 +427,7 @@ def _kt(line: Line) -> Findings:
 
 
 def _trtllm(line: Line) -> Findings:
-    tp, ep, cp = (line.number(name, 1) for name in ("--tp_size", "--ep_size", "--cp_size"))
+    tp, ep, cp = (line.size(name) for name in ("--tp_size", "--ep_size", "--cp_size"))
     ranks = None if tp is None or cp is None else tp * cp
     if ranks and ep and (ep > ranks or ranks % ep):
         yield _find(
@@ -427,7 +447,7 @@ def _trtllm_text(line: Line, text: str) -> Findings:
     if not re.search(r"^\s*load_balancer\s*:", text, re.MULTILINE):
         return
     missing = []
-    if (line.number("--ep_size", 1) or 2) <= 1:
+    if (line.size("--ep_size") or 2) <= 1:
         missing.append("--ep_size above 1")
     if not re.search(r"^\s*enable_attention_dp\s*:\s*[Tt]rue", text, re.MULTILINE):
         missing.append("enable_attention_dp: true")

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from launch_lines import RIGHT, WRONG
 
 from moesaic.errors import ConfigError
 from moesaic.interop.command import read_commands
+from moesaic.interop.inventory import choose
 from moesaic.interop.lint import lint
 
 
@@ -88,3 +91,41 @@ def test_shell_text_is_read_as_a_shell_would():
     ]  # fmt: skip
     [image] = read_commands("docker run -e X=2 --rm -p 1:1 lmsysorg/sglang:v0.5.9-cu124 --model-path m")
     assert (image.engine, image.image_version, image.env) == ("sglang", "0.5.9", {"X": "2"})
+
+
+STARTS = {
+    "vllm": "vllm serve deepseek-ai/DeepSeek-V3", "llamacpp": "llama-server", "kt": "kt run m",
+    "sglang": "sglang serve --model-path deepseek-ai/DeepSeek-V3", "trtllm": "trtllm-serve m",
+}  # fmt: skip
+VALUES = (
+    "1",
+    "0",
+    "-1",
+    "8",
+    "9" * 20,
+    "x",
+    "1.5",
+    "{}",
+    "'[1]'",
+    "'{\"num_redundant_experts\": null}'",
+    "$X",
+    "=",
+)
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_any_line_gets_findings_and_no_crash(data):
+    engine = data.draw(st.sampled_from(sorted(STARTS)))
+    sizes = ("--tensor-parallel-size", "--tp-size", "--ep-size", "--data-parallel-size", "--enable-eplb")
+    names = st.one_of(st.sampled_from(sizes), st.sampled_from(sorted(choose(engine).by_name)))
+    flags = data.draw(st.lists(st.tuples(names, st.sampled_from(" ="), st.sampled_from(VALUES)), max_size=6))
+    line = " ".join([STARTS[engine], *("".join(flag) for flag in flags)])
+    for report in lint(line):
+        assert all(one.message and one.rule for one in report.findings)
+
+
+def test_a_size_that_no_cluster_has_is_named():
+    for size in ("0", "-8", "9" * 20):
+        [finding] = lint(f"vllm serve deepseek-ai/DeepSeek-V3 -tp {size}")[0].findings
+        assert (finding.flag, finding.rule) == ("-tp", "wrong-value")
