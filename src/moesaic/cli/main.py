@@ -50,9 +50,7 @@ VERBS = (
     ),
     Verb("plan", "moesaic.cli.plan:plan_command", "Find the layout that serves a model best on machines."),
     Verb(
-        "emit",
-        "moesaic.cli.emit:emit_command",
-        "Print the launch lines of a deployment for moesaic or another engine.",
+        "emit", "moesaic.cli.emit:emit_command", "Print a plan as launch lines of moesaic or another engine."
     ),
     Verb("lint", "moesaic.cli.lint:lint_command", "Say what is wrong with another engine's launch line."),
     Verb("bench", "moesaic.cli.bench:app", "Measure throughput and latency, in process or against a server."),
