@@ -17,7 +17,7 @@ import numpy as np
 from moesaic.cost.load import placed_slots
 from moesaic.errors import ConfigError, nearest
 from moesaic.interop.inventory import Inventory
-from moesaic.spec.deployment import Deployment, Instance
+from moesaic.spec.deployment import Deployment, Instance, Layout
 from moesaic.spec.experts import ExpertPlan, Phase
 from moesaic.spec.hardware import MACHINES, machine
 from moesaic.spec.model import ModelSpec
@@ -196,9 +196,10 @@ def _shape(
     ep, expert_tp = layout.experts.size("ep"), layout.experts.size("tp")
     slots = max((len(ids) for ids in instance.plan.slot_expert), default=0) // expert_tp
     redundant = max(slots - experts, 0)
+    node = per_node or _devices_per_node(instance.machines["attention"])
     if layout.is_split:
-        dp, ep, expert_tp = layout.num_ranks // (tp * kvp), layout.num_ranks, 1
-        redundant = -experts % ep if experts else 0
+        ep, expert_tp = _joined_ranks(layout, tp * kvp, node), 1
+        dp, redundant = ep // (tp * kvp), -experts % ep
     shape = Shape(
         name=instance.name, path=path, phases=instance.phases, count=instance.count, tp=tp, dp=dp, kvp=kvp,
         ep=ep, expert_tp=expert_tp, pp=layout.pipeline, num_micro_batches=layout.num_micro_batches,
@@ -206,9 +207,9 @@ def _shape(
         weights=None if stored is None or weights in (None, stored) else weights, stored=stored or weights,
         kv=formats.get("kv", "bfloat16"), dispatch=formats.get("dispatch", "bfloat16"),
         dtype=deployment.numerics.seam_dtype,
-        devices_per_node=per_node or _devices_per_node(instance.machines["attention"]), instance=instance,
+        devices_per_node=node, instance=instance,
     )  # fmt: skip
-    devices, node = shape.num_devices, shape.devices_per_node
+    devices = shape.num_devices
     if devices > node and devices % node:
         raise ConfigError(
             f"{path} has {devices} devices, which fill no whole nodes of {node}; say how many a node "
@@ -216,6 +217,16 @@ def _shape(
             "--gpus-per-node"
         )
     return replace(shape, devices_per_node=min(node, devices))
+
+
+def _joined_ranks(layout: Layout, replica: int, node: int) -> int:
+    """Ranks of attention and experts together: of all, else of the larger side where all fill no whole nodes.
+
+    Whole replicas of attention, so that every rank has work.
+    """
+    larger = max(len(layout.attention.ranks), len(layout.experts.ranks))
+    ranks = layout.num_ranks if layout.num_ranks <= node or layout.num_ranks % node == 0 else larger
+    return max(ranks // replica, 1) * replica
 
 
 def _devices_per_node(name: str) -> int:
@@ -229,9 +240,10 @@ def common_lacks(shape: Shape, title: str) -> list[Lack]:
     if layout.is_split:
         found.append(
             Lack(
-                path=f"{path}.layout", value="attention and experts apart",
+                path=f"{path}.layout", value=f"attention on {shape.instance.machines['attention']}, "
+                f"experts on {shape.instance.machines['expert']}",
                 reason=f"{title} computes attention and experts on the same devices",
-                nearest=f"both on the same {layout.num_ranks} devices",
+                nearest=f"both on the same {shape.num_devices} devices",
             )
         )  # fmt: skip
     if layout.returns != "choices":

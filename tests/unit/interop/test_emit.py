@@ -163,6 +163,9 @@ def test_attention_apart_from_experts_becomes_the_same_devices():
     for engine in ("vllm", "sglang"):
         made = emit(deployment(V3, apart, formats=FP8), engine, model="m", spec=V3)
         assert "on the same 16 devices" in str(made.lacks[0])
+    two_kinds = instance(V3, tp=2, ep=8, experts_apart=8, phases="decode", pp=1)
+    made = emit(deployment(V3, two_kinds, formats=FP8), "vllm", model="m", spec=V3)
+    assert "on the same 8 devices" in str(made.lacks[0])  # ten fill no whole nodes
     assert "--tensor-parallel-size 4 --data-parallel-size 4" in emit(
         deployment(V3, apart, formats=FP8), "vllm", model="m", spec=V3
     ).launches[0].text  # fmt: skip
