@@ -31,6 +31,9 @@ def model(name: str) -> ModelSpec:
     return read_config(preset(name).config, name=name)
 
 
+_DIGESTS: dict[int, str] = {}  # of the models above, which live as long as the tests
+
+
 def instance(
     spec: ModelSpec,
     *,
@@ -80,7 +83,7 @@ def deployment(spec: ModelSpec, *instances: Instance, formats: str | None = None
     backend = "reference" if formats is None else f"external {formats}"
     numerics = numerics_preset("portable", dtype=spec.dtype, backend=backend)
     return Deployment(
-        model_digest=digest(spec),
+        model_digest=_DIGESTS.get(id(spec)) or _DIGESTS.setdefault(id(spec), digest(spec)),
         numerics=numerics.with_leaves(matmul_shards=256, kv_lanes=64),
         instances=instances,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,8 +97,8 @@ def _model(deployment: Deployment, given: str | None) -> tuple[str, ModelSpec | 
             )
         return _repository(given), spec
     for stem in sorted(set(preset_names().values())):
-        spec = read_config(locate(stem).config, name=stem)
-        if digest(spec) == deployment.model_digest:
+        own_digest, spec = _preset(stem)
+        if own_digest == deployment.model_digest:
             return given or _repository(stem), spec
     if given is not None:
         return given, None  # a model of one's own, on another machine
@@ -105,6 +106,12 @@ def _model(deployment: Deployment, given: str | None) -> tuple[str, ModelSpec | 
         f"no preset is the model of the deployment (digest {deployment.model_digest}); say what the engine "
         "is to load with --model"
     )
+
+
+@cache
+def _preset(stem: str) -> tuple[str, ModelSpec]:
+    spec = read_config(locate(stem).config, name=stem)
+    return digest(spec), spec
 
 
 def _repository(name: str) -> str:
