@@ -27,6 +27,9 @@ COLUMNS = (
     "silicon_tpot_ms",
 )  # fmt: skip
 BACKENDS = ("sglang", "trtllm", "vllm")
+MIN_EXPERT_SLICE = 128
+"""Columns of an expert that a rank has at least. Source: blocks of 128 by 128 share a scale (DeepSeek-V3,
+arXiv:2412.19437, sec. 3.3.2)."""
 _FORMATS: Mapping[str, str | None] = {
     "": None, "fp8": "fp8", "fp8_block": "fp8", "nvfp4": "nvfp4", "int4_wo": "int4", "int8_wo": "int8",
     "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "bfloat16", "w4a16_mxfp4": "mxfp4",
@@ -196,6 +199,8 @@ def _topology(
     sparse = [layer.ffn for layer in model.layers if isinstance(layer.ffn, MoeSpec)]
     if any(moe.num_experts % ep for moe in sparse):
         return "experts not divisible by expert parallelism"
+    if any(moe.expert_width / expert_tp < MIN_EXPERT_SLICE for moe in sparse):
+        return "experts sliced thinner than a block of their scales"
     return tp, dp, ep, expert_tp
 
 

@@ -1,7 +1,8 @@
-"""The profile fitted to measured serving times: shipped numbers and the intervals of their error.
+"""The profile fitted to measured serving times: physical numbers, a correction, intervals of the error.
 
-`scripts/fit_cost.py` makes the data. Each (model, device) group that was fitted to has a calibration fitted
-without it, so a report on these groups is about groups never seen.
+`predict` is the door: physics (`serving`), times what measured runs say beyond it (`correction`), and an interval
+as wide as the errors on groups left out were. `scripts/fit_cost.py` makes the data. Each (model, device) group
+that was fitted to has a calibration fitted without it, so a report on these groups is about groups never seen.
 """
 
 from __future__ import annotations
@@ -12,40 +13,48 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from moesaic.cost.correction import Correction, Setting, basis, model_key
 from moesaic.cost.layouts import Split
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.ops import Formats
 from moesaic.cost.profile import KINDS, PAPER, PROFILES, Launch, Profile
 from moesaic.cost.serving import Interference, Phases, Traffic, phases
-from moesaic.cost.term import Interval
+from moesaic.cost.term import FloatArray, Interval
 from moesaic.errors import ConfigError, nearest
 from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import ModelSpec
 
 DATA = Path(__file__).parent / "calibrated.json"
+HELD_OUT = Path(__file__).parent / "calibrated_held_out.json"
+"""The same fit without each of the groups in turn; only a report on its accuracy reads it."""
 BACKENDS = ("sglang", "trtllm", "vllm")
 TARGETS = ("tpot", "ttft")
 
 NUMBERS = (
     "compute.matrices", "compute.attention", "compute.experts", "memory.matrices", "memory.attention",
     "memory.experts", "link", "collective", "launch.gqa", "launch.mla", "launch.index", "launch.linear",
-    "launch.experts", "launch.shared_experts", "launch.dense_ffn", "step", "launch_power",
-    "prefill_in_decode", "first", "queue_share", "queue_power", "first_layer", "first_steps",
+    "launch.experts", "launch.shared_experts", "launch.dense_ffn", "launch.quantise", "step", "launch_power",
+    "prefill_in_decode", "first", "eager", "queue_share", "queue_power", "first_steps", "slot_share",
 )  # fmt: skip
 """Names of the fitted numbers; compute, memory and link are inverse shares, times are microseconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Calibration:
-    """One fit: numbers, how backends and generations deviate, and the spread of the error."""
+    """One fit: numbers, how backends and generations deviate, the correction, and the spread of the error."""
 
     numbers: Mapping[str, float]
     deviations: Mapping[
         str, Mapping[str, float]
     ]  # by backend, "blackwell" and "older": factors on the numbers
     bounds: Mapping[str, Mapping[str, tuple[float, float]]]
-    """By target and backend ("any": all): 10 % and 90 % quantile of measured by predicted, held out."""
+    """Quantiles of measured by predicted time on groups left out, by target: where the model was measured in
+    the engine on another device ("known"), where not ("new"), and of the physics alone ("physics")."""
+    corrections: Mapping[str, Correction]  # by target
     skew: float
     source: str
 
@@ -66,7 +75,7 @@ class Calibration:
         for name in NUMBERS:
             if name.startswith("launch."):
                 launches[name.removeprefix("launch.")] = number(name) * 1e-6  # type: ignore[index]
-        low, high = self.bounds["tpot"][backend or "any"]
+        low, high = self.bounds["tpot"]["physics"]
         found = Profile(
             name="calibrated", source="modelled",
             compute_share={kind: 1 / number(f"compute.{kind}") for kind in KINDS},
@@ -88,7 +97,7 @@ class Calibration:
         return Interference(
             prefill_in_decode=number("prefill_in_decode"), queue_share=number("queue_share"),
             queue_power=number("queue_power"), first_s=number("first") * 1e-6,
-            first_layer_s=number("first_layer") * 1e-6, first_steps=number("first_steps"),
+            eager=number("eager"), first_steps=number("first_steps"), slot_share=number("slot_share"),
         )  # fmt: skip
 
 
@@ -130,7 +139,7 @@ def predict(
     formats: Formats | None = None, shares: ExpertShares | None = None,
     calibration: Calibration | None = None,
 ) -> Prediction:  # fmt: skip
-    """Times of an engine in steady state.
+    """Times of an engine in steady state; without a backend, of the mean of those fitted.
 
     Raises: ConfigError for an unknown backend.
     """
@@ -141,11 +150,36 @@ def predict(
         model, cluster, split, traffic, profile=fitted.profile(cluster, backend),
         interference=fitted.interference(cluster, backend), formats=formats, shares=shares,
     )  # fmt: skip
-    times = {
-        target: Interval.exactly(value).widened(*fitted.bounds[target][backend or "any"])
-        for target, value in (("tpot", found.tpot_s), ("ttft", found.ttft_s))
-    }
+    load = load_of(split, traffic)
+    settings = [
+        setting_of(model, cluster, formats or Formats(), one) for one in ((backend,) if backend else BACKENDS)
+    ]
+    times = {}
+    for target, value in (("tpot", found.tpot_s), ("ttft", found.ttft_s)):
+        correction = fitted.corrections[target]
+        logs = np.mean([correction.log_ratio(setting, load) for setting in settings], axis=0)
+        is_known = any(correction.knows(setting) for setting in settings)
+        bounds = fitted.bounds[target]["known" if is_known else "new"]
+        corrected = np.asarray(value) * np.exp(logs).reshape(np.shape(value))
+        times[target] = Interval.exactly(corrected).widened(*bounds)
     return Prediction(ttft_s=times["ttft"], tpot_s=times["tpot"], phases=found)
+
+
+def setting_of(model: ModelSpec, cluster: Cluster, formats: Formats, backend: str) -> Setting:
+    """The facts of a run that the correction goes by."""
+    stored = formats.experts or model.stored_format("routed_experts").format if model.moe_layers else "dense"
+    return Setting(
+        backend=backend, model=model_key(model), format=stored, machine=cluster.machine.name,
+        generation="blackwell" if is_blackwell(cluster) else "older",
+    )  # fmt: skip
+
+
+def load_of(split: Split, traffic: Traffic) -> FloatArray:
+    """The load of the cases in the correction's terms."""
+    return basis(
+        batch=traffic.batch, prompt=traffic.prompt, output=traffic.output, ranks=split.ranks, ep=split.ep,
+        dp=split.dp,
+    )  # fmt: skip
 
 
 @cache
@@ -155,8 +189,19 @@ def shipped(without: str | None = None) -> Calibration:
     A group that was not fitted to gets the calibration of all groups.
     """
     data = json.loads(DATA.read_text(encoding="utf-8"))
-    fit = data["fits"][without if without in data["fits"] else "all"]
-    return Calibration(**fit, skew=data["skew"], source=data["source"])
+    fit = data["fit"] if without is None else held_out().get(without, data["fit"])
+    corrections = {target: Correction(effects=effects) for target, effects in fit["effects"].items()}
+    return Calibration(
+        numbers=fit["numbers"], deviations=fit["deviations"], bounds=fit["bounds"], corrections=corrections,
+        skew=data["skew"], source=data["source"],
+    )  # fmt: skip
+
+
+@cache
+def held_out() -> Mapping[str, Any]:
+    """The fits without one group each, by the group's name."""
+    found: Mapping[str, Any] = json.loads(HELD_OUT.read_text(encoding="utf-8"))
+    return found
 
 
 def profile_named(name: str, cluster: Cluster, backend: str | None = None) -> Profile:

@@ -28,6 +28,9 @@ from moesaic.spec.model import (
 )
 
 ACTIVATION_BYTES = 2  # rows between operators are bfloat16
+NARROW_PRODUCTS = ("fp8", "nvfp4", "int8")
+"""Formats whose products take rows of the same format: the rows are quantised first, by launches of their
+own. With mxfp4 and int4 weights the weights are unpacked instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,11 @@ class Context:
         stored = self.model.stored_format("routed_experts" if is_expert else "attention")
         return stored.format, stored.bits
 
+    def launches(self, *own: Launch, is_expert: bool = False) -> tuple[Launch, ...]:
+        """An operator's launches, and the one that quantises its rows where its weights need that."""
+        is_narrow = self.stored(is_expert)[0] in NARROW_PRODUCTS
+        return (*own, "quantise") if is_narrow else own
+
 
 def mixer(layer: LayerSpec, work: Work, tp: Number, kvp: Number, ctx: Context) -> tuple[CostTerm, ...]:
     """Projections and attention: two operators, or one whose products and reads overlap."""
@@ -121,7 +129,7 @@ def attention(layer: LayerSpec, work: Work, tp: Number, kvp: Number, ctx: Contex
     read = work.num_seqs * cache_bytes_read(layer, work, tp, ctx.formats.kv_bits) / kvp
     return operator(
         "attention", flops=flops, num_bytes=read, dtype=ctx.machine.wide_dtype, machine=ctx.machine,
-        profile=ctx.profile, kind="attention", launches=_mixer_launches(layer.mixer),
+        profile=ctx.profile, kind="attention", launches=ctx.launches(*_mixer_launches(layer.mixer)),
     )  # fmt: skip
 
 
@@ -211,7 +219,7 @@ def experts(
         "experts", flops=2.0 * (rows * one + own_rows * gate),
         num_bytes=distinct * one * bits / 8 + (moved + 2.0 * gate) * ctx.profile.counts_all,
         dtype=compute_dtype(name, ctx.machine), machine=ctx.machine, profile=ctx.profile,
-        kind="experts", launches=("experts",), rows=rows / np.maximum(distinct, 1e-9),
+        kind="experts", launches=ctx.launches("experts", is_expert=True), rows=rows / np.maximum(distinct, 1e-9),
     )  # fmt: skip
 
 
@@ -220,7 +228,7 @@ def dense(
 ) -> CostTerm:
     """A dense network, or the shared experts, on one of `split` ranks."""
     weights = dense_params(ffn, ctx.model.hidden) / split
-    return _linear(name, weights, rows, ctx, (name,))
+    return _linear(name, weights, rows, ctx, ctx.launches(name))
 
 
 def head(rows: Number, split: Number, ctx: Context) -> CostTerm:

@@ -15,8 +15,11 @@ Kind = Literal["matrices", "attention", "experts"]
 """Operators that reach different shares of the peak: dense products, attention, routed experts."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-Launch = Literal["gqa", "mla", "index", "linear", "mamba", "experts", "shared_experts", "dense_ffn", "head"]
-"""What a layer launches, each with an overhead of its own: an MLA mixer is more kernels than a GQA one."""
+Launch = Literal[
+    "gqa", "mla", "index", "linear", "mamba", "experts", "shared_experts", "dense_ffn", "head", "quantise",
+]  # fmt: skip
+"""What a layer launches, each with an overhead of its own: an MLA mixer is more kernels than a GQA one, and
+`quantise` is what brings the rows to the format of the weights before a product."""
 LAUNCHES: tuple[Launch, ...] = get_args(Launch)
 
 
@@ -60,7 +63,7 @@ PAPER = Profile(
     link_share=0.8,
     network_share=0.8,
     usable_memory=0.9,
-    launch_s={**dict.fromkeys(LAUNCHES, 5e-6), "index": 0.0, "head": 0.0},
+    launch_s={**dict.fromkeys(LAUNCHES, 5e-6), "index": 0.0, "head": 0.0, "quantise": 0.0},
     counts_all=False,
     joins_mixer=True,
     has_two_levels=False,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.cost.layouts import Split, step_cost
+from moesaic.cost.layouts import Split, largest_batch, step_cost
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.ops import Formats, Work
 from moesaic.cost.profile import Profile
@@ -41,8 +41,9 @@ class Interference:
     queue_share: float = 0.0  # prompts before one's own: queue_share * (batch ** queue_power - 1)
     queue_power: float = 1.0
     first_s: float = 0.0  # fixed part of the first token
-    first_layer_s: float = 0.0  # and per layer
+    eager: float = 0.0  # a prompt's kernels are launched one by one: this often a step's launches
     first_steps: float = 0.0  # decode steps waited for
+    slot_share: float = 0.0  # of the time that others keep the KV slots which a request waits for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,24 +65,29 @@ def phases(
     model: ModelSpec, cluster: Cluster, split: Split, traffic: Traffic, *, profile: Profile,
     interference: Interference, formats: Formats | None = None, shares: ExpertShares | None = None,
 ) -> Phases:  # fmt: skip
-    """A decode step halfway through the output, the prefill of one prompt, what a request sees of both."""
+    """A decode step halfway through the output, the prefill of one prompt, what a request sees of both.
+
+    Sequences beyond those whose KV fits wait for a slot.
+    """
     batch, prompt, output = (
         np.asarray(one, np.float64) for one in (traffic.batch, traffic.prompt, traffic.output)
     )
     ones = np.ones(np.broadcast(batch, prompt, output).shape)
+    active = active_seqs(model, cluster, split, traffic, profile, formats)
     steps = []
     for work in (
-        Work(num_seqs=batch * ones, new_tokens=ones, past=prompt + output / 2),
+        Work(num_seqs=active * ones, new_tokens=ones, past=prompt + output / 2),
         Work(num_seqs=ones, new_tokens=prompt * ones, past=0.0 * ones),
     ):
         steps.append(step_cost(model, cluster, split, work, profile=profile, formats=formats, shares=shares))
     decode_s, prefill_s = (step_seconds(cost).value for cost in steps)
     prefill_s = prefill_s - profile.step_s  # its host work is in `Interference.first_s`
-    own, apart = interference, len(model.layers)
-    added_s = prefill_beside_decode(steps[1], batch)
-    tpot_s = decode_s + own.prefill_in_decode * (batch - 1) / output * added_s
-    ttft_s = prefill_s * (1 + own.queue_share * (batch**own.queue_power - 1)) + own.first_steps * decode_s
-    ttft_s = ttft_s + own.first_s + own.first_layer_s * apart
+    own = interference
+    added_s = prefill_beside_decode(steps[1], active)
+    tpot_s = decode_s + own.prefill_in_decode * (active - 1) / output * added_s
+    ttft_s = prefill_s * (1 + own.queue_share * (active**own.queue_power - 1)) + own.first_steps * decode_s
+    ttft_s = ttft_s + own.first_s + own.eager * launched_s(steps[1])
+    ttft_s = ttft_s + own.slot_share * (batch / active - 1) * output * tpot_s
     return Phases(
         decode=steps[0],
         prefill=steps[1],
@@ -90,6 +96,29 @@ def phases(
         tpot_s=tpot_s,
         ttft_s=ttft_s,
     )
+
+
+KV_ROOM = 2.0  # guess: sequences in flight by those whose 16-bit KV fits at mean length; many caches are fp8
+
+
+def active_seqs(
+    model: ModelSpec, cluster: Cluster, split: Split, traffic: Traffic, profile: Profile,
+    formats: Formats | None,
+) -> Number:  # fmt: skip
+    """Sequences of a replica that decode at a time: those whose KV fits; all where not even the weights do,
+    for then the account of the memory is not the engine's."""
+    context = np.asarray(traffic.prompt, np.float64) + np.asarray(traffic.output, np.float64) / 2
+    fits = KV_ROOM * largest_batch(model, cluster, split, context=context, profile=profile, formats=formats)
+    return np.where(fits > 0, np.minimum(traffic.batch, fits), np.asarray(traffic.batch, np.float64))
+
+
+def launched_s(cost: Cost) -> Number:
+    """Seconds of the launches in a step."""
+    total: Number = 0.0
+    for times, term in leaves(cost):
+        if term.resource in ("compute", "memory"):
+            total = total + times * term.overhead_s
+    return total
 
 
 def prefill_beside_decode(prefill: Cost, batch: Number) -> Number:

@@ -10,11 +10,11 @@ import numpy as np
 
 from moesaic.cost.calibrated import profile_named, shipped
 from moesaic.cost.comm import link_rate, network_rate
-from moesaic.cost.layouts import cache_bytes_per_sequence, memory_per_rank, step_cost
+from moesaic.cost.layouts import Split, cache_bytes_per_sequence, memory_per_rank, step_cost
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.ops import Work
 from moesaic.cost.profile import Profile
-from moesaic.cost.serving import Interference
+from moesaic.cost.serving import Interference, launched_s
 from moesaic.cost.term import Cost, FloatArray, Interval, step_seconds
 from moesaic.planner.demand import Demand
 from moesaic.planner.space import Block
@@ -45,6 +45,7 @@ class Pricer:
     shares: ExpertShares
     interference: Interference = field(default_factory=Interference)
     ttft_bounds: tuple[float, float] = (1.0, 1.0)
+    launched_s: float = 0.0  # launches of a step, which no layout changes
     counted: list[int] = field(default_factory=lambda: [0])  # candidates priced so far
 
     def cost(self, block: Block, num_seqs: FloatArray, new_tokens: float, past: float) -> Cost:
@@ -90,7 +91,7 @@ class Pricer:
         """Time to the first token without a queue: one's own prefill, what every request waits, decode
         steps."""
         own = self.interference
-        fixed = own.first_s + own.first_layer_s * len(self.model.layers)
+        fixed = own.first_s + own.eager * self.launched_s
         return np.asarray(prefill_s + fixed + max(own.first_steps, 1.0) * step_s)
 
     @property
@@ -124,9 +125,13 @@ def pricer_of(model: ModelSpec, cluster: Cluster, profile: str, shares: ExpertSh
     if profile == "paper":
         return Pricer(model=model, cluster=cluster, profile=found, shares=shares)
     fitted = shipped()
+    one = step_cost(
+        model, cluster, Split(), Work(num_seqs=1.0, new_tokens=1.0, past=0.0), profile=found, shares=shares
+    )
     return Pricer(
         model=model, cluster=cluster, profile=found, shares=shares, interference=fitted.interference(cluster),
-        ttft_bounds=fitted.bounds["ttft"]["any"],
+        launched_s=float(launched_s(one)),
+        ttft_bounds=fitted.bounds["ttft"]["physics"],
     )  # fmt: skip
 
 
