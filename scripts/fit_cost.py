@@ -23,9 +23,19 @@ import numpy as np
 from moesaic.audit.accuracy import cases_of, group_of
 from moesaic.audit.perf_rows import PerfRow, read_perf_rows, spec_of
 from moesaic.cost.calibrated import (
-    BACKENDS, DATA, FULL_RATE_ROWS, HELD_OUT, NUMBERS, TARGETS, held_out, is_blackwell, load_of, setting_of, shipped,
-)  # fmt: skip
-from moesaic.cost.correction import Correction, Setting, fit_correction
+    BACKENDS,
+    DATA,
+    FULL_RATE_ROWS,
+    HELD_OUT,
+    NUMBERS,
+    TARGETS,
+    held_out,
+    is_blackwell,
+    load_of,
+    setting_of,
+    shipped,
+)
+from moesaic.cost.correction import Correction, fit_correction
 from moesaic.cost.layouts import step_cost
 from moesaic.cost.load import assumed_shares
 from moesaic.cost.ops import Work
@@ -57,10 +67,10 @@ DENSE_WEIGHT = 0.35  # dense models help with attention and links, but are not w
 TERMS = ("attention_projections", "attention", "experts", "shared_experts", "dense_ffn", "head")
 TRANSFERS = ("attention_all_reduce", "ffn_all_reduce", "dispatch", "combine", "head")
 
-CLIP = 0.6  # log errors beyond this teach the correction no more than this
+OUTLIER = 0.5  # a row this far (log) from the physics counts half in the correction, farther ones still less
 NOISE = {"tpot": 0.4, "ttft": 0.7}  # of a row about its effects; rows of a group are far from independent
 CORRECTION_DENSE_WEIGHT = 0.5
-COVERED = {"tpot": 0.79, "ttft": 0.77}  # of the rows: 80 % intervals, short of it to keep them narrow
+COVERED = {"tpot": 0.78, "ttft": 0.765}  # of the rows: 80 % intervals, short of it to keep them narrow
 
 
 @dataclass
@@ -102,9 +112,7 @@ class Data:
             setting = setting_of(case.model, case.cluster, case.formats, case.backend)
             for idx, line in zip(ids, load_of(case.split, traffic), strict=True):
                 self.settings[idx], loads[idx] = setting, line
-            self.active[ids] = active_seqs(
-                case.model, case.cluster, case.split, traffic, PAPER, case.formats
-            )
+            self.active[ids] = active_seqs(case.model, case.cluster, case.split, traffic, PAPER, case.formats)
             works = {
                 "decode": Work(
                     num_seqs=self.active[ids], new_tokens=ones, past=traffic.prompt + traffic.output / 2
@@ -273,8 +281,8 @@ def fit(data: Data, chosen: np.ndarray) -> Fit:
     settings = [data.settings[idx] for idx in np.flatnonzero(chosen)]
     corrections = {
         target: fit_correction(
-            settings, data.load[chosen], np.clip(left[target][chosen], -CLIP, CLIP),
-            data.correction_weight[chosen], NOISE[target],
+            settings, data.load[chosen], left[target][chosen],
+            (data.correction_weight / (1 + (left[target] / OUTLIER) ** 2))[chosen], NOISE[target],
         )
         for target in TARGETS
     }  # fmt: skip
@@ -304,7 +312,9 @@ def main() -> int:
         fits[name] = fit(data, data.group != name)
         own = data.group == name
         report(f"{name} {time.monotonic() - began:.0f} s", {t: fits[name].errors[t][own] for t in TARGETS})
-    errors, physics = ({t: of_held_out(fits, data, which, t) for t in TARGETS} for which in ("errors", "physical_errors"))
+    errors, physics = (
+        {t: of_held_out(fits, data, which, t) for t in TARGETS} for which in ("errors", "physical_errors")
+    )
     report("physics alone", {t: physics[t][data.is_sparse] for t in TARGETS})
     report("corrected", {t: errors[t][data.is_sparse] for t in TARGETS})
     write(fits, errors, physics, data, path)
@@ -345,26 +355,64 @@ def widest_level(errors: np.ndarray, groups: np.ndarray, covered: float) -> floa
     return float(level)
 
 
+def widening(errors: np.ndarray, chosen: np.ndarray, is_known: np.ndarray) -> float:
+    """How many times farther off (log, 80 %) rows of models new to their engine are."""
+    far, near = (np.quantile(np.abs(errors[chosen & one]), 0.8) for one in (~is_known, is_known))
+    return float(np.clip(far / near, 1.0, 3.0))
+
+
+def stricter(data: Data) -> dict[str, dict[str, list[float]]]:
+    """Median and 90 % error when the whole model, or the whole device, was left out."""
+    found = {}
+    for sort in ("model", "gpu"):
+        names = np.array([row.model if sort == "model" else row.machine for row in data.rows])
+        errors = {target: np.zeros(len(names)) for target in TARGETS}
+        for name in sorted(set(names[data.is_sparse].tolist())):
+            own = names == name
+            left = fit(data, ~own).errors
+            for target in TARGETS:
+                errors[target][own] = left[target][own]
+        report(f"whole {sort} left out", {t: errors[t][data.is_sparse] for t in TARGETS})
+        ape = {target: np.abs(np.expm1(-errors[target][data.is_sparse])) for target in TARGETS}
+        found[sort] = {t: rounded([np.median(one), np.quantile(one, 0.9)]) for t, one in ape.items()}
+    return found
+
+
 def write(
-    fits: dict[str, Fit], errors: dict[str, np.ndarray], physics: dict[str, np.ndarray], data: Data, path: Path
+    fits: dict[str, Fit],
+    errors: dict[str, np.ndarray],
+    physics: dict[str, np.ndarray],
+    data: Data,
+    path: Path,
 ) -> None:
     """The data files; the bounds of a group come from the errors of the other groups."""
     is_known = np.array([fits[name].is_known[idx] for idx, name in enumerate(data.group.tolist())])
     plain = {name: as_plain(one) for name, one in fits.items()}
-    for sort, source, mask in (
-        ("known", errors, is_known), ("new", errors, ~is_known), ("physics", physics, is_known | True)
-    ):  # fmt: skip
-        chosen = data.is_sparse & mask
+    sorts = {"any": errors, "physics": physics, **dict.fromkeys(BACKENDS, errors)}
+    members = dict(zip(BACKENDS, data.is_in, strict=False))
+    for name, one in plain.items():
+        others = data.is_sparse & (data.group != name)
         for target in TARGETS:
-            for name, one in plain.items():
-                others = chosen & (data.group != name)
-                level = widest_level(source[target][others], data.group[others], COVERED[target])
-                one["bounds"][target][sort] = rounded(bounds(source[target][others], level))
+            wide = widening(errors[target], others, is_known)
+            one["widening"][target] = round(wide, 4)
+            for sort, source in sorts.items():
+                power = np.where(is_known | (sort == "physics"), 1.0, wide)
+                chosen = others & members.get(sort, True)
+                scaled = (source[target] / power)[chosen]
+                level = widest_level(scaled, data.group[chosen], COVERED[target])
+                one["bounds"][target][sort] = rounded(bounds(scaled, level))
     text = {
         "source": f"scripts/fit_cost.py on {path.name}: {len(data.rows)} measured rows of AIConfigurator "
         "0.12.0 (Apache-2.0), aggregated serving",
         "units": "compute, memory and link are inverse shares; times are microseconds; effects are logs",
         "skew": SKEW,
+        "stricter": {
+            "physics": {
+                target: rounded(np.quantile(np.abs(np.expm1(-physics[target][data.is_sparse])), (0.5, 0.9)))
+                for target in TARGETS
+            },
+            **stricter(data),
+        },
         "fit": plain.pop("all"),
     }
     DATA.write_text(json.dumps(text, indent=1) + "\n")
@@ -381,13 +429,15 @@ def as_plain(found: Fit) -> dict[str, dict]:
     return {
         "numbers": dict(zip(NUMBERS, rounded(start * numbers[0]), strict=True)),
         "deviations": {
-            group: dict(zip(NUMBERS, rounded(numbers[1 + idx]), strict=True)) for idx, group in enumerate(GROUPS)
+            group: dict(zip(NUMBERS, rounded(numbers[1 + idx]), strict=True))
+            for idx, group in enumerate(GROUPS)
         },
         "effects": {
             target: {key: [round(x, 4) for x in weights] for key, weights in one.effects.items()}
             for target, one in found.corrections.items()
         },
         "bounds": {target: {} for target in TARGETS},
+        "widening": {},
     }
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from moesaic.audit.accuracy import Accuracy, Errors, accuracy
+from moesaic.cost.calibrated import stricter_errors
 
 
 def accuracy_command(
@@ -72,7 +73,37 @@ def render_markdown(found: Accuracy) -> str:
         lines += [
             _row(name, target, one) for name, errors in values.items() for target, one in errors.items()
         ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_how(), ""])
+
+
+def _how() -> list[str]:
+    """How the predictions are made, and what they are worth with less knowledge."""
+    found = stricter_errors()
+    titles = {
+        "physics": "the same groups left out, without the correction",
+        "model": "every row of the model left out, on all GPUs",
+        "gpu": "every row of the GPU left out, for all models",
+    }
+    return [
+        "## How, and with less knowledge",
+        "",
+        "`moesaic.cost.calibrated.predict` prices a step by its operators with a few fitted numbers (shares",
+        "of peaks, launch times, queueing: `cost/serving.py`), then multiplies by a correction: effects of",
+        "backend, model, weight format and load, shrunk towards none (`cost/correction.py`). So a model that",
+        "was measured on one GPU is corrected on another; of a new model only the effects of its backend and",
+        "format are known, and its interval is wider. The search of `moesaic plan` uses the fitted numbers",
+        "without the correction. Every fit starts from the same values and sees none of what it leaves out.",
+        "Priors and weights are the same for all fits, set by hand among a dozen variants that differ by",
+        "about a point on the rows left out; the interval of a group comes from the errors of the others.",
+        "",
+        "| mixture-of-experts rows | TPOT median | 90 % | TTFT median | 90 % |",
+        "|---|--:|--:|--:|--:|",
+        *(f"| {title} | {_cells(found[sort])} |" for sort, title in titles.items()),
+    ]
+
+
+def _cells(errors: Mapping[str, tuple[float, float]]) -> str:
+    return " | ".join(_percent(one) for target in ("tpot", "ttft") for one in errors[target])
 
 
 _HEAD = (

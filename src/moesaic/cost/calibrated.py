@@ -1,8 +1,9 @@
 """The profile fitted to measured serving times: physical numbers, a correction, intervals of the error.
 
-`predict` is the door: physics (`serving`), times what measured runs say beyond it (`correction`), and an interval
-as wide as the errors on groups left out were. `scripts/fit_cost.py` makes the data. Each (model, device) group
-that was fitted to has a calibration fitted without it, so a report on these groups is about groups never seen.
+`predict` is the door: physics (`serving`), times what measured runs say beyond it (`correction`), and an
+interval as wide as the errors on groups left out were. `scripts/fit_cost.py` makes the data. Each (model,
+device) group that was fitted to has a calibration fitted without it, so a report on these groups is about
+groups never seen.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ class Calibration:
         str, Mapping[str, float]
     ]  # by backend, "blackwell" and "older": factors on the numbers
     bounds: Mapping[str, Mapping[str, tuple[float, float]]]
-    """Quantiles of measured by predicted time on groups left out, by target: where the model was measured in
-    the engine on another device ("known"), where not ("new"), and of the physics alone ("physics")."""
+    """10 % and 90 % quantile of measured by predicted time on groups left out, by target: for each backend,
+    for "any" of them, and of the physics alone ("physics")."""
+    widening: Mapping[str, float]
+    """By target: the bounds of a model that was not measured in the engine are these with this power."""
     corrections: Mapping[str, Correction]  # by target
     skew: float
     source: str
@@ -159,9 +162,10 @@ def predict(
         correction = fitted.corrections[target]
         logs = np.mean([correction.log_ratio(setting, load) for setting in settings], axis=0)
         is_known = any(correction.knows(setting) for setting in settings)
-        bounds = fitted.bounds[target]["known" if is_known else "new"]
+        power = 1.0 if is_known else fitted.widening[target]
+        low, high = (bound**power for bound in fitted.bounds[target][backend or "any"])
         corrected = np.asarray(value) * np.exp(logs).reshape(np.shape(value))
-        times[target] = Interval.exactly(corrected).widened(*bounds)
+        times[target] = Interval.exactly(corrected).widened(low, high)
     return Prediction(ttft_s=times["ttft"], tpot_s=times["tpot"], phases=found)
 
 
@@ -192,8 +196,8 @@ def shipped(without: str | None = None) -> Calibration:
     fit = data["fit"] if without is None else held_out().get(without, data["fit"])
     corrections = {target: Correction(effects=effects) for target, effects in fit["effects"].items()}
     return Calibration(
-        numbers=fit["numbers"], deviations=fit["deviations"], bounds=fit["bounds"], corrections=corrections,
-        skew=data["skew"], source=data["source"],
+        numbers=fit["numbers"], deviations=fit["deviations"], bounds=fit["bounds"], widening=fit["widening"],
+        corrections=corrections, skew=data["skew"], source=data["source"],
     )  # fmt: skip
 
 
@@ -201,6 +205,16 @@ def shipped(without: str | None = None) -> Calibration:
 def held_out() -> Mapping[str, Any]:
     """The fits without one group each, by the group's name."""
     found: Mapping[str, Any] = json.loads(HELD_OUT.read_text(encoding="utf-8"))
+    return found
+
+
+def stricter_errors() -> Mapping[str, Mapping[str, tuple[float, float]]]:
+    """What less knowledge than the report's costs: median and 90 % error by what was left out and target.
+
+    "physics": as in the report, but without the correction; "model" and "gpu": every row of a sparse model,
+    or of a device, by a fit that saw no row of it.
+    """
+    found: Mapping[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))["stricter"]
     return found
 
 

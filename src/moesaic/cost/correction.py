@@ -1,11 +1,11 @@
 """What measured runs say beyond the physics: effects of engine, model, formats and load on the log error.
 
 A mixed-effects model. log(measured / physical) of a run is a sum of effects, one for each level that the run
-belongs to: all runs, its backend, its model, its weights' format, its generation, and pairs of these. An effect
-is an offset and slopes over the load, shrunk towards 0 by a prior, so a level with few runs says little (partial
-pooling; Gelman and Hill 2007, ch. 12) and a level that was never seen says nothing: a run of a new model is
-corrected by what is known of its backend and format alone. With normal priors the effects are the mean of a
-Bayesian linear regression (Rasmussen and Williams 2006, sec. 2.1). Knows nothing of the physics.
+belongs to: all runs, its backend, its model, its weights' format, its generation, and pairs of these. An
+effect is an offset and slopes over the load, shrunk towards 0 by a prior, so a level with few runs says
+little (partial pooling; Gelman and Hill 2007, ch. 12) and a level that was never seen says nothing: a run of
+a new model is corrected by what is known of its backend and format alone. With normal priors the effects are
+the mean of a Bayesian linear regression (Rasmussen and Williams 2006, sec. 2.1). Knows no physics.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ LEVELS: Mapping[str, tuple[str, ...]] = {
 BROAD = ("all", "backend")  # levels whose effects bend and have flags
 OFFSET = {"model": 0.1, "backend+model": 0.2}  # standard deviations of offsets; 0.15 for the other levels
 SLOPE, BEND, FLAG = 0.07, 0.05, 0.1
-"""Priors of the effects. guess: a few percent per factor of e in load; twice or half of any of them moves the
-error on groups left out by less than a percentage point."""
+"""Standard deviations of the other columns. guess: priors are set by hand, not searched for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +48,7 @@ class Setting:
     generation: str
     machine: str
 
-    def keys(self) -> list[str]:
+    def levels(self) -> list[str]:
         """Names of the levels that a run belongs to."""
         return [
             f"{level}:{'|'.join(getattr(self, fact) for fact in facts)}" for level, facts in LEVELS.items()
@@ -100,7 +99,7 @@ class Correction:
         Shapes:  load as `basis` gives it; returns [runs].
         """
         total = np.zeros(len(load))
-        for key in setting.keys():
+        for key in setting.levels():
             if key in self.effects:
                 weights = np.asarray(self.effects[key])
                 total += load[:, : len(weights)] @ weights
@@ -111,7 +110,9 @@ class Correction:
         return setting.known_by in self.effects
 
 
-def columns(settings: Sequence[Setting], load: FloatArray) -> tuple[list[str], list[int], FloatArray, FloatArray]:
+def columns(
+    settings: Sequence[Setting], load: FloatArray
+) -> tuple[list[str], list[int], FloatArray, FloatArray]:
     """The regression's matrix: a block of columns for each level that occurs.
 
     Shapes:  returns (level keys, first column of each block and the end, matrix [runs, columns], standard
@@ -119,7 +120,7 @@ def columns(settings: Sequence[Setting], load: FloatArray) -> tuple[list[str], l
     """
     members: dict[str, list[int]] = {}
     for idx, setting in enumerate(settings):
-        for key in setting.keys():
+        for key in setting.levels():
             members.setdefault(key, []).append(idx)
     blocks, starts, priors = [], [0], []
     for key, rows in members.items():

@@ -219,7 +219,8 @@ def experts(
         "experts", flops=2.0 * (rows * one + own_rows * gate),
         num_bytes=distinct * one * bits / 8 + (moved + 2.0 * gate) * ctx.profile.counts_all,
         dtype=compute_dtype(name, ctx.machine), machine=ctx.machine, profile=ctx.profile,
-        kind="experts", launches=ctx.launches("experts", is_expert=True), rows=rows / np.maximum(distinct, 1e-9),
+        kind="experts", launches=ctx.launches("experts", is_expert=True),
+        rows=rows / np.maximum(distinct, 1e-9),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from moesaic.audit.accuracy import accuracy, cases_of
 from moesaic.audit.perf_rows import COLUMNS, machine_of, preset_of, read_perf_rows
-from moesaic.cost.calibrated import DATA, predict, shipped
+from moesaic.cost.calibrated import HELD_OUT, predict, shipped
 from moesaic.errors import ConfigError
 
 GOOD = {
@@ -59,6 +59,10 @@ def rows_path(tmp_path: Path) -> Path:
             "experts not divisible by expert parallelism",
         ),
         ({"moe_tp_size": "2"}, "attention and experts have different numbers of ranks"),
+        (
+            {"tp_size": "16", "moe_tp_size": "16", "system": "gb200"},
+            "experts sliced thinner than a block of their scales",
+        ),
     ],
 )
 def test_unusable_rows_are_counted_by_reason(tmp_path: Path, change: dict[str, str], reason: str) -> None:
@@ -159,21 +163,24 @@ def test_targets_on_the_public_rows(shared_data: Path) -> None:
     found = accuracy(folder / "measured_e2e.csv.gz", folder / "aiconfigurator_predictions.csv.gz")
     kept = found.num_rows / found.num_aggregated
     assert kept >= 0.85
-    assert found.moe["tpot"].median_ape < 0.19
+    ours, peer = found.ours_shared, found.peer
+    assert found.moe["tpot"].median_ape < 0.12
     assert found.moe["tpot"].p90_ape < 0.5
-    assert found.moe["ttft"].median_ape < 0.28
-    assert found.ours_shared["tpot"].p90_ape < found.peer["tpot"].p90_ape
-    assert found.ours_shared["ttft"].median_ape < found.peer["ttft"].median_ape
-    assert 0.75 < found.moe["tpot"].coverage_80 < 0.85
-    assert found.moe["tpot"].width < 2.2
-    assert min(found.moe[target].rank_corr for target in ("tpot", "ttft")) > 0.85
+    assert found.moe["ttft"].median_ape < 0.25
+    assert ours["tpot"].p90_ape < 0.75 * peer["tpot"].p90_ape
+    for target in ("tpot", "ttft"):
+        assert ours[target].median_ape < peer[target].median_ape
+        assert ours[target].p90_ape < peer[target].p90_ape
+        assert 0.75 < found.moe[target].coverage_80 < 0.85
+        assert found.moe[target].width < 2.2
+        assert found.moe[target].rank_corr > 0.85
 
 
 def test_no_group_is_predicted_by_a_fit_that_saw_it() -> None:
     """A fit that starts from one of all rows keeps what it should not know: every group's numbers differ."""
     with_all = shipped().numbers
-    fitted = json.loads(DATA.read_text())["fits"]
+    fitted = json.loads(HELD_OUT.read_text())
     assert len(fitted) > 20
-    for name in set(fitted) - {"all"}:
+    for name in fitted:
         found = shipped(without=name).numbers
         assert max(abs(found[key] / with_all[key] - 1) for key in with_all) > 1e-4, name
