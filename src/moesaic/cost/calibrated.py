@@ -144,6 +144,9 @@ def predict(
 ) -> Prediction:  # fmt: skip
     """Times of an engine in steady state; without a backend, of the mean of those fitted.
 
+    On a machine whose file was measured the physics stands alone: the correction was learnt against shares of
+    datasheets' rates.
+
     Raises: ConfigError for an unknown backend.
     """
     if backend is not None and backend not in BACKENDS:
@@ -161,6 +164,7 @@ def predict(
     for target, value in (("tpot", found.tpot_s), ("ttft", found.ttft_s)):
         correction = fitted.corrections[target]
         logs = np.mean([correction.log_ratio(setting, load) for setting in settings], axis=0)
+        logs = logs * (not cluster.machine.is_measured)
         is_known = any(correction.knows(setting) for setting in settings)
         power = 1.0 if is_known else fitted.widening[target]
         low, high = (bound**power for bound in fitted.bounds[target][backend or "any"])

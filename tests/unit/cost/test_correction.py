@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,3 +135,17 @@ def test_without_an_engine_the_correction_is_the_mean_of_theirs() -> None:
     ]
     ratio = np.log(found.tpot_s.value / found.phases.tpot_s)
     assert ratio == pytest.approx(np.mean(logs))
+
+
+def test_a_measured_machine_is_not_corrected() -> None:
+    """The correction was learnt against shares of datasheets' rates, and this machine's are taken whole."""
+    spec, shown = model("qwen3-235b-a22b"), cluster("h200x8x1")
+    facts = dict(shown.machine.facts)
+    facts["memory_bytes_per_s"] = replace(facts["memory_bytes_per_s"], source="measured 2026-11-29")
+    measured = replace(shown, machine=replace(shown.machine, facts=facts))
+    found = {
+        where: predict(spec, one, SPLIT, TRAFFIC, backend="vllm")
+        for where, one in (("sheet", shown), ("own", measured))
+    }
+    assert float(found["own"].tpot_s.value) == float(found["own"].phases.tpot_s)
+    assert float(found["sheet"].tpot_s.value) != float(found["sheet"].phases.tpot_s)
