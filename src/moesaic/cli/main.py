@@ -53,6 +53,11 @@ VERBS = (
         "emit", "moesaic.cli.emit:emit_command", "Print a plan as launch lines of moesaic or another engine."
     ),
     Verb("lint", "moesaic.cli.lint:lint_command", "Say what is wrong with another engine's launch line."),
+    Verb(
+        "balance",
+        "moesaic.cli.balance:balance_command",
+        "Place experts and copies so that GPUs are evenly busy.",
+    ),
     Verb("bench", "moesaic.cli.bench:app", "Measure throughput and latency, in process or against a server."),
     Verb("simulate", "moesaic.cli.simulate:app", "Study a mechanism on made-up traffic, without a model."),
 )

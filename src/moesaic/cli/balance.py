@@ -1,0 +1,183 @@
+"""`moesaic balance`: which placement of experts and copies evens out a measured load."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import numpy as np
+import typer
+
+from moesaic.cli.balance_view import render, render_check, render_diff
+from moesaic.errors import ConfigError, nearest
+from moesaic.interop.dump import Dump
+from moesaic.interop.load_file import read_dump
+from moesaic.interop.pairs_file import read_pairs
+from moesaic.interop.placement_file import parse_target, placement_bytes, read_placement
+from moesaic.planner.balance import Balance, Case, Shares, balance, compare, match_model
+from moesaic.planner.balance_answer import as_json, check_json, diff_json
+from moesaic.planner.balance_check import check_dump
+from moesaic.spec.families import read_config
+from moesaic.spec.locate import locate
+from moesaic.spec.model import ModelSpec
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Case)}
+
+
+def balance_command(
+    loads: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="LOAD...",
+            help="Expert counts: a dump of SGLang or TensorRT-LLM, JSON, CSV, routes, or http://HOST:PORT.",
+        ),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="GPUs that share the experts.")] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option("--slots", help="Experts and copies over all GPUs [default: the experts, rounded up]."),
+    ] = None,
+    nodes: Annotated[int, typer.Option("--nodes", help="Nodes that the GPUs are on.")] = 1,
+    groups: Annotated[
+        int | None, typer.Option("--groups", help="Groups of experts [default: the model's].")
+    ] = None,
+    is_rounded: Annotated[
+        bool, typer.Option("--round", help="Round slots up to the next number that goes.")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Preset, config.json or folder: checks, bytes, memory.")
+    ] = None,
+    holdout: Annotated[
+        list[str] | None,
+        typer.Option("--holdout", help="A load to judge by, not to plan for; may be repeated."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", help="A policy to run; may be repeated [default: every one that fits]."),
+    ] = None,
+    current: Annotated[
+        Path | None,
+        typer.Option("--current", help="The placement that runs now: ours, SGLang's or TensorRT-LLM's."),
+    ] = None,
+    max_moves: Annotated[
+        int | None, typer.Option("--max-moves", help="Most experts to fetch from the current placement.")
+    ] = None,
+    pairs: Annotated[
+        Path | None, typer.Option("--pairs", help="JSON of how often experts are chosen together.")
+    ] = None,
+    floor: Annotated[
+        float, typer.Option("--floor", help="MegaScale's K: least cost of an expert, in mean loads.")
+    ] = DEFAULTS["floor"],
+    num_slices: Annotated[
+        int, typer.Option("--slices", help="Parts of an expert under the policy slices.")
+    ] = DEFAULTS["num_slices"],
+    context: Annotated[
+        int, typer.Option("--context", min=1, help="Positions of a sequence whose KV copies displace.")
+    ] = DEFAULTS["context"],
+    shares: Annotated[
+        str, typer.Option("--shares", help="Parts that copies take in the written plan: even or solved.")
+    ] = "even",
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best placement.")] = None,
+    target: Annotated[
+        str, typer.Option("--for", help="Format of it: moesaic, sglang, trtllm or kt.")
+    ] = "moesaic",
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", help="Write a page, .html, or the plots alone, .svg (needs matplotlib)."),
+    ] = None,
+    num_layers: Annotated[int, typer.Option("--layers", min=0, help="Layers to show.")] = 6,
+    is_check: Annotated[
+        bool, typer.Option("--check", help="Only say whether the loads are sound; exit code 3 if not.")
+    ] = False,
+    diff: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--diff", metavar="A B", help="What changed from load A to load B."),
+    ] = None,
+    as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Place experts and copies so that GPUs are evenly busy, and say how that holds on other loads.
+
+    Exit code 3: --check found a load that is not sound.
+    """
+    spec = None if model is None else read_config(locate(model).config, name=model)
+    if shares not in get_args(Shares):
+        raise ConfigError(f"unknown shares {shares!r}; {nearest(shares, get_args(Shares))}")
+    wanted = parse_target(target)
+    if diff is not None and (loads or is_check):
+        raise ConfigError("--diff names its two loads itself; give no others, and no --check")
+    names = list(diff or loads or ())
+    if not names:
+        raise ConfigError(
+            "no load: give a dump, a folder of a recorder, or http://HOST:PORT of a moesaic server"
+        )
+    dumps = tuple(_read(name, spec) for name in names)
+    if is_check:
+        _check(dumps, spec, as_json_)
+        return
+    held = tuple(_read(name, spec) for name in holdout or ())
+    placement = None
+    if current is not None:
+        placement, _ = read_placement(current, gpus, dumps[0].sparse_layers)
+        gpus = gpus or placement.ids_LGC.shape[1]
+    if gpus is None:
+        raise ConfigError("give --gpus, the number of GPUs that share the experts, or a --current plan")
+    if report is not None:
+        import_module("moesaic.planner.charts")  # before the search: it may be missing
+    case = Case(
+        dumps=dumps, holdouts=held, model=spec, num_gpus=gpus, num_slots=slots, num_nodes=nodes,
+        num_groups=groups, is_rounded=is_rounded, policies=None if policy is None else tuple(policy),
+        current=placement, max_moves=max_moves, floor=floor, num_slices=num_slices,
+        pairs={} if pairs is None else read_pairs(pairs, dumps[0]), context=context,
+    )  # fmt: skip
+    if diff is not None:
+        changed = compare(case)
+        typer.echo(
+            json.dumps(diff_json(changed), indent=2) if as_json_ else render_diff(names, case, changed)
+        )
+        return
+    found = balance(case, progress=lambda line: typer.echo(line, err=True))
+    text = render(found, num_layers)
+    if output is not None:
+        rows = max(len(dumps[0].counts_LE), found.layer_idxs[-1] + 1)
+        plan = found.plan("solved" if shares == "solved" else "even")
+        load = np.sum([dump.counts_LE[list(dump.sparse_rows)] for dump in dumps], axis=0)
+        made = placement_bytes(wanted, plan, load, found.layer_idxs, rows, output.suffix)
+        _write(output, made)
+    if report is not None:
+        _report(report, found, text)
+    typer.echo(json.dumps(as_json(found), indent=2, allow_nan=False) if as_json_ else text)
+
+
+def _read(name: str, spec: ModelSpec | None) -> Dump:
+    dump = read_dump(name)
+    return dump if spec is None else match_model(dump, spec)
+
+
+def _check(dumps: tuple[Dump, ...], spec: ModelSpec | None, is_json: bool) -> None:
+    found = [(dump, check_dump(dump, spec)) for dump in dumps]
+    if is_json:
+        typer.echo(json.dumps([check_json(dump.source, findings) for dump, findings in found], indent=2))
+    else:
+        typer.echo("\n".join(render_check(dump, findings) for dump, findings in found))
+    if any(one.level == "fault" for _, findings in found for one in findings):
+        raise typer.Exit(3)
+
+
+def _report(path: Path, found: Balance, text: str) -> None:
+    made = import_module("moesaic.planner.balance_report")
+    if path.suffix == ".svg":
+        _write(path, made.picture(found).encode())
+    else:
+        _write(path, made.page(f"Expert load on {found.case.num_gpus} GPUs", text, found).encode())
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+    print(f"wrote {path}", file=sys.stderr)

@@ -1,0 +1,208 @@
+"""Expert counts as other engines and ours write them, read into one value with all that was done to them.
+
+Layouts: SGLang's recorder (stat, per_pass, per_token), its logical_count JSON, TensorRT-LLM's statistics,
+our own JSON, the JSON of our server, CSV, and routes in .npz. What a file holds decides, not what it is
+called.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moesaic.errors import ConfigError
+from moesaic.spec.experts import ExpertLoad, FloatArray, IntArray, Phase
+from moesaic.units import format_bytes
+
+MAX_JSON_BYTES = 256 * 2**20  # guess: read whole, at about ten times its size in memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Dump:
+    """The counts of one file, folder or address.
+
+    Shapes:  counts_LE [layers of the file, E] float64, dense layers all 0; routes_LTK [layers, T, K], logical
+             ids, -1 for none.
+    """
+
+    source: str
+    layout: str  # "SGLang stat", ...
+    counts_LE: FloatArray
+    num_steps: int  # that counted something
+    num_zero_steps: int = 0  # dropped
+    layer_idxs: tuple[int, ...] | None = None  # of the rows, where the file names them
+    ranks: tuple[int, ...] = ()  # that wrote a part
+    num_padded: int = 0  # entries that are no choice
+    top_k: int | None = None
+    columns: int | None = None  # of routes: choices beyond are not in the file
+    routes_LTK: IntArray | None = None
+    phase: Phase = "decode"
+    num_tokens: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sparse_rows(self) -> tuple[int, ...]:
+        """Rows that count something; the others are dense layers."""
+        return tuple(np.flatnonzero(self.counts_LE.sum(axis=1) > 0).tolist())
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layer indices of the model of the sparse rows, as far as the file says."""
+        names = self.layer_idxs or range(len(self.counts_LE))
+        return tuple(names[row] for row in self.sparse_rows)
+
+    @property
+    def num_experts(self) -> int:
+        """Logical experts."""
+        return int(self.counts_LE.shape[1])
+
+    def load(self) -> ExpertLoad:
+        """The record that placement reads: sparse layers only.
+
+        Raises: ConfigError when no layer counted anything.
+        """
+        rows = self.sparse_rows
+        if not rows:
+            raise ConfigError(
+                f"{self.source}: all {self.counts_LE.size} counts are 0; record while requests are served"
+            )
+        counts = tuple(_whole(self.counts_LE[row]) for row in rows)
+        return ExpertLoad(
+            counts=counts, phase=self.phase, num_tokens=self.num_tokens, num_steps=self.num_steps,
+            since_s=0.0, until_s=0.0, plan_version=0, source=self.source,
+        )  # fmt: skip
+
+
+def _whole(counts: FloatArray) -> IntArray:
+    """Counts as integers where they are; a mean over steps stays as it is."""
+    rounded = np.rint(counts)
+    return rounded.astype(np.int64) if np.array_equal(rounded, counts) else counts  # type: ignore[return-value]
+
+
+def checked(dump: Dump) -> Dump:
+    """The dump, if its counts can be counts.
+
+    Raises: ConfigError for a shape, a negative or a not finite count, naming where.
+    """
+    counts = dump.counts_LE
+    if counts.ndim != 2 or 0 in counts.shape:
+        raise ConfigError(
+            f"{dump.source}: counts must be [layers][experts], got the shape {list(counts.shape)}"
+        )
+    wrong = np.argwhere(~np.isfinite(counts) | (counts < 0))
+    if len(wrong):
+        row, expert = wrong[0].tolist()
+        layer = dump.layer_idxs[row] if dump.layer_idxs else row
+        raise ConfigError(
+            f"{dump.source}: expert {expert} of layer {layer} has the count {counts[row, expert]:g}; "
+            "counts are finite "
+            "and at least 0"
+        )
+    return dump
+
+
+def sum_steps(source: str, layout: str, counts: Any, *, step_of: str = "step") -> Dump:
+    """A dump of counts by layer, or by step and layer; steps that counted nothing are dropped and counted.
+
+    Shapes:  counts [L, E] or [steps, L, E], numbers.
+    Raises:  ConfigError for another shape, and for what `checked` refuses.
+    """
+    try:
+        array = counts if isinstance(counts, np.ndarray) else np.asarray(counts, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{source}: counts must be numbers, rows of one length: {error}") from error
+    if array.ndim not in (2, 3) or 0 in array.shape:
+        raise ConfigError(
+            f"{source}: counts must be [layers][experts] or [{step_of}s][layers][experts], got the shape "
+            f"{list(array.shape)}"
+        )
+    if array.ndim == 2:
+        return checked(Dump(source=source, layout=layout, counts_LE=array.astype(np.float64), num_steps=1))
+    total = np.zeros(array.shape[1:])
+    zero = 0
+    for step in array:  # one at a time: the array may be a mapped file larger than memory
+        values = np.asarray(step, dtype=np.float64)
+        if not np.isfinite(values).all() or values.min() < 0:
+            checked(Dump(source=source, layout=layout, counts_LE=values, num_steps=1))
+        zero += not values.any()
+        total += values
+    return Dump(
+        source=source, layout=layout, counts_LE=total, num_steps=len(array) - zero, num_zero_steps=zero
+    )
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file.
+
+    Raises: ConfigError when it cannot be read, is too large (before it is read), or is no JSON.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ConfigError(
+                f"{path}: {format_bytes(size)} of JSON; it is read whole, up to "
+                f"{format_bytes(MAX_JSON_BYTES)}. Sum "
+                "its steps first, or give the engine's .pt or a CSV, which are read piece by piece"
+            )
+        return parse_json(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def parse_json(text: bytes, name: str) -> Any:
+    """The value of a JSON text.
+
+    Raises: ConfigError when it is none.
+    """
+    try:
+        return json.loads(text.decode("utf-8-sig"))
+    except RecursionError as error:
+        raise ConfigError(f"{name}: nested too deep to be a load") from error
+    except ValueError as error:
+        raise ConfigError(f"{name}: not valid JSON: {error}") from error
+
+
+def merged(dumps: list[Dump], source: str) -> Dump:
+    """The parts that several ranks or runs wrote, added up.
+
+    Shapes:  all alike.
+    Raises:  ConfigError when they differ in layout, layers or experts.
+    """
+    first = dumps[0]
+    for other in dumps[1:]:
+        if other.layout != first.layout or other.counts_LE.shape != first.counts_LE.shape:
+            raise ConfigError(
+                f"{source}: {Path(first.source).name} is {first.layout} {list(first.counts_LE.shape)}, "
+                f"{Path(other.source).name} is {other.layout} {list(other.counts_LE.shape)}; files of one "
+                "run are "
+                "needed"
+            )
+    notes = list(dict.fromkeys(note for dump in dumps for note in dump.notes))
+    if len(dumps) > 1 and first.ranks and all(_same_counts(first, other) for other in dumps[1:]):
+        notes.append(f"all {len(dumps)} ranks recorded the same tokens (attention under TP): counted once")
+        return replace(first, source=source, ranks=_ranks(dumps), notes=tuple(notes))
+    total = np.sum([dump.counts_LE for dump in dumps], axis=0)
+    routes = [dump.routes_LTK for dump in dumps if dump.routes_LTK is not None]
+    width = max((part.shape[2] for part in routes), default=0)
+    wide = [np.pad(part, ((0, 0), (0, 0), (0, width - part.shape[2])), constant_values=-1) for part in routes]
+    return replace(
+        first, source=source, counts_LE=total, ranks=_ranks(dumps), notes=tuple(notes),
+        num_steps=max(dump.num_steps for dump in dumps) if first.ranks else sum(d.num_steps for d in dumps),
+        num_zero_steps=sum(dump.num_zero_steps for dump in dumps),
+        num_padded=sum(dump.num_padded for dump in dumps), num_tokens=sum(dump.num_tokens for dump in dumps),
+        routes_LTK=np.concatenate(wide, axis=1) if wide else None,
+    )  # fmt: skip
+
+
+def _same_counts(first: Dump, other: Dump) -> bool:
+    if first.routes_LTK is not None and other.routes_LTK is not None:
+        return np.array_equal(first.routes_LTK, other.routes_LTK)
+    return np.array_equal(first.counts_LE, other.counts_LE)
+
+
+def _ranks(dumps: list[Dump]) -> tuple[int, ...]:
+    return tuple(sorted({rank for dump in dumps for rank in dump.ranks}))
