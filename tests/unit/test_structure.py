@@ -39,7 +39,7 @@ def test_source_is_ascii() -> None:
 
 
 def test_torch_free_half_imports_no_torch() -> None:
-    rooms = ["spec", "account", "sched", "obs", "text", "interop", "cost", "planner"]
+    rooms = ["spec", "account", "sched", "placement", "obs", "text", "interop", "cost", "planner"]
     names = [
         ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
         for room in rooms

@@ -42,7 +42,7 @@ def read_sglang_pt(path: Path) -> Dump:
         raise ConfigError(
             f"{path}: its records have neither global_physical_count nor topk_ids_of_layer throughout"
         )
-    ranks = tuple(sorted({int(record["rank"]) for record in records if "rank" in record}))
+    ranks = tuple(sorted({_integer(path, record["rank"], "rank") for record in records if "rank" in record}))
     if kind == "topk_ids_of_layer":
         return replace(_per_token(path, records, slots), ranks=ranks)
     return replace(_per_pass(path, records, slots), ranks=ranks)
@@ -50,16 +50,25 @@ def read_sglang_pt(path: Path) -> Dump:
 
 def _stat(path: Path, data: Mapping[str, Any]) -> Dump:
     """Steps of the ring buffer that were never filled are zero rows."""
-    counts = data["logical_count"]
-    if not isinstance(counts, np.ndarray):
-        raise ConfigError(f"{path}: logical_count must be a tensor, got a {type(counts).__name__}")
-    return sum_steps(str(path), "SGLang stat", counts)
+    return sum_steps(str(path), "SGLang stat", _array(path, data["logical_count"], "logical_count"))
+
+
+def _array(path: Path, value: Any, what: str) -> Any:
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iuf":
+        raise ConfigError(f"{path}: {what} must be a tensor of numbers, got a {type(value).__name__}")
+    return value
+
+
+def _integer(path: Path, value: Any, what: str) -> int:
+    if not isinstance(value, int):
+        raise ConfigError(f"{path}: {what} must be a whole number, got {value!r:.60}")
+    return value
 
 
 def _map(path: Path, slots: Any) -> IntArray | None:
     if slots is None:
         return None
-    array = np.asarray(slots)
+    array = _array(path, slots, "last_physical_to_logical_map")
     if array.ndim != 2 or array.dtype.kind not in "iu" or array.min(initial=0) < 0:
         raise ConfigError(
             f"{path}: last_physical_to_logical_map must be [layers][slots] of ids, got shape "
@@ -74,16 +83,16 @@ def _per_pass(path: Path, records: Sequence[Mapping[str, Any]], slots: IntArray 
             f"{path}: per_pass counts are of physical slots, and last_physical_to_logical_map is missing"
         )
     total = np.zeros(slots.shape)
-    passes: dict[Any, bool] = {}
+    passes: dict[int, bool] = {}
     for number, record in enumerate(records):
-        counts = np.asarray(record["global_physical_count"], dtype=np.float64)
+        counts = _array(path, record["global_physical_count"], f"global_physical_count of record {number}")
         if counts.shape != slots.shape:
             raise ConfigError(
                 f"{path}: record {number} has counts of shape {list(counts.shape)}, the map of slots has "
                 f"{list(slots.shape)}"
             )
         total += counts
-        key = record.get("forward_pass_id", number)
+        key = _integer(path, record.get("forward_pass_id", number), "forward_pass_id")
         passes[key] = passes.get(key, False) or bool(counts.any())
     zero = sum(not is_used for is_used in passes.values())
     dump = Dump(
@@ -97,7 +106,7 @@ def _per_pass(path: Path, records: Sequence[Mapping[str, Any]], slots: IntArray 
 def _per_token(path: Path, records: Sequence[Mapping[str, Any]], slots: IntArray | None) -> Dump:
     parts: list[IntArray] = []
     for number, record in enumerate(records):
-        ids = np.asarray(record["topk_ids_of_layer"])
+        ids = _array(path, record["topk_ids_of_layer"], f"topk_ids_of_layer of record {number}")
         if ids.ndim != 3 or ids.dtype.kind not in "iu" or (parts and ids.shape[::2] != parts[0].shape[::2]):
             raise ConfigError(
                 f"{path}: record {number} has topk_ids_of_layer of shape {list(ids.shape)} and type "

@@ -119,6 +119,8 @@ class _Machine:
                     self.check(_Name(*str(argument).split(" ", 1)))
             for opcode, argument, _ in steps:
                 self.step(opcode.name, argument)
+            if len(self.stack) != 1 or self.stack[0] is _MARK:
+                raise ValueError(f"{len(self.stack)} objects are left where one is due")
         except (ValueError, IndexError, KeyError, TypeError, AttributeError, struct.error) as error:
             if isinstance(error, ConfigError):
                 raise

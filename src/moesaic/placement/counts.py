@@ -9,8 +9,9 @@ from moesaic.placement.search import SearchState, exchange, normalised
 from moesaic.placement.slots import copies
 from moesaic.spec.experts import FloatArray, IntArray
 
-BEAM = 12
+BEAM = 8
 ROUNDS = 12
+MOST_TRIED = 96  # vectors of a round, those with the smallest largest copy
 PATIENCE = 4  # rounds without a better placement
 MOST_SLOTS = 64  # larger layers have packings fine enough that greedy copies do
 
@@ -36,6 +37,8 @@ def search_counts(loads_SE: FloatArray, num_slots: int, num_gpus: int) -> IntArr
         else:
             wait += 1
         beam = _neighbours(beam[order], num_gpus, seen)
+        largest = (planned / np.maximum(beam, 1)).max(axis=1)
+        beam = beam[np.argsort(largest, kind="stable")[:MOST_TRIED]]
         if wait > PATIENCE or not len(beam):
             break
     return best_ids

@@ -46,7 +46,8 @@ def local_search(
         ids[weak[better]] = again[better]
         worst = gpu_load(load_LE, ids).max(axis=1)
     if grid.num_slots <= MOST_SLOTS and grid.num_redundant:
-        tried = np.stack([search_counts(row[None], grid.num_slots, grid.num_gpus) for row in load_LE])
-        better = gpu_load(load_LE, tried).max(axis=1) < worst
-        ids[better] = tried[better]
+        for layer in np.flatnonzero(worst * GOOD_ENOUGH > even).tolist():
+            tried = search_counts(load_LE[None, layer], grid.num_slots, grid.num_gpus)
+            if gpu_load(load_LE[layer, None], tried[None]).max() < worst[layer]:
+                ids[layer] = tried
     return Placement(ids_LGC=ids)

@@ -18,13 +18,13 @@ MIN_SAMPLES = 10_000  # choices of a layer before a skew counts as one
 class ReplicaRule:
     """When an expert gets a copy and when it loses one. Loads are in units of the mean load of a slot.
 
-    A copy takes load off the others: the gap between the two thresholds must be wider than that, or a copy
-    that was just made would be dropped again. From one copy to two, load a copy halves.
+    The gap between the thresholds is the hysteresis: a copy goes once the others could carry its part and
+    still be well below what would bring it back.
     """
 
     window_s: float = 30.0
     add_above: float = 2.0  # load of a copy
-    drop_below: float = 0.7  # load of a copy, were there one fewer
+    drop_below: float = 1.3  # load of a copy, were there one fewer
 
     def __post_init__(self) -> None:
         if self.window_s <= 0:
