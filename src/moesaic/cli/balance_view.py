@@ -42,12 +42,17 @@ def _head(found: Balance) -> str:
 
 def _load_line(label: str, dump: Dump) -> str:
     dense = len(dump.counts_LE) - len(dump.sparse_rows)
-    text = f"{label:<9} {dump.source}: {dump.layout}, {len(dump.sparse_rows)} sparse layers"
+    text = f"{label:<9} {_short(dump.source)}: {dump.layout}, {len(dump.sparse_rows)} sparse layers"
     text += f" (+ {dense} all zero: dense, left out)" if dense else ""
     text += f", {format_count(float(dump.counts_LE.sum()))} choices"
     if dump.num_zero_steps:
         text += f", {dump.num_zero_steps} zero steps dropped"
     return "\n            ".join([text, *dump.notes])
+
+
+def _short(source: str) -> str:
+    """The last part of a path; an address stays."""
+    return source if "://" in source else source.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _policies(found: Balance) -> str:
@@ -152,7 +157,7 @@ def _advice(found: Balance) -> str:
     """What to do next."""
     chosen = found.outcome(found.chosen)
     lines = [""]
-    if chosen.holdout_mean is not None and chosen.holdout_mean < 0.9:
+    if chosen.holdout_mean is not None and chosen.holdout_mean < 0.9 and found.chosen != "robust":
         lines.append(
             "advice    other traffic unbalances this plan: give several LOADs, and robust serves them all"
         )

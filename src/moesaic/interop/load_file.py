@@ -24,6 +24,8 @@ from moesaic.units import format_bytes
 
 SERVER_PATH = "/v1/internal/experts"
 TIMEOUT_S = 10.0
+MAX_CSV_LAYERS = 10_000  # guess: fifty times the deepest model
+MAX_CSV_CELLS = 2**22  # guess: different layers x experts that a file may name
 MAX_ROUTES_BYTES = 4 * 10**9  # guess: routes are held in memory, and their pairs counted
 _RANK_FILE = re.compile(r"(.+)_(\d+)\.pt")
 
@@ -168,7 +170,11 @@ def _from_csv(path: Path) -> Dump:
             header = [cell.strip().lower() for cell in first[1]]
             if "count" in header:
                 return _long_csv(path, header, rows)
-            table = [_numbers(path, *first), *(_numbers(path, *row) for row in rows)]
+            table = [_numbers(path, *first)]
+            for number, row in rows:
+                table.append(_numbers(path, number, row))
+                if len(table) > MAX_CSV_LAYERS:
+                    raise ConfigError(f"{path}: over {MAX_CSV_LAYERS} rows; a table has a layer a row")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read as CSV: {error}") from error
     return sum_steps(str(path), "CSV", table)
@@ -201,6 +207,8 @@ def _long_csv(path: Path, header: list[str], rows: Iterator[tuple[int, list[str]
             )
         key = int(layer), int(expert)
         totals[key] = totals.get(key, 0.0) + count
+        if len(totals) > MAX_CSV_CELLS:
+            raise ConfigError(f"{path}: names over {MAX_CSV_CELLS} different experts by line {number}")
     if not totals:
         raise ConfigError(f"{path}: a header and no rows")
     idxs = sorted({layer for layer, _ in totals})

@@ -51,7 +51,10 @@ def coactivation(load_LE: FloatArray, grid: SlotGrid, pairs: Pairs) -> Placement
 
 
 def partition(load_E: FloatArray, within_EE: FloatArray, pull_EN: FloatArray, num_nodes: int) -> IntArray:
-    """The node of each expert, as many on every node, none busier than `SLACK` above the mean if that can be.
+    """The node of each expert, as many on every node, none busier than `SLACK` above the mean if it can be.
+
+    First the exchanges that keep most pairs together, whatever the load; then, from the busiest node, those that
+    lose fewest, until it is no busier than allowed.
 
     Shapes:  pull_EN [E, nodes], what an expert has with each node from other layers; returns [E].
     """
@@ -59,26 +62,34 @@ def partition(load_E: FloatArray, within_EE: FloatArray, pull_EN: FloatArray, nu
     node: IntArray = nodes_1E[0]
     within = within_EE + within_EE.T
     np.fill_diagonal(within, 0.0)
-    limit = load_E.sum() / num_nodes * (1.0 + SLACK)
-    load_N = np.bincount(node, weights=load_E, minlength=num_nodes)
-    everyone = np.arange(len(load_E))
     for _ in range(MAX_EXCHANGES):
-        reach = within @ np.eye(num_nodes)[node] + pull_EN  # what each expert has with each node
-        own = reach[everyone, node]
-        gain = reach[:, node] - own[:, None]  # expert i on the node of j
-        gain = gain + gain.T - 2.0 * within
-        swap = load_E[:, None] - load_E[None, :]  # what the node of i loses
-        after = np.maximum((load_N[node][:, None] - swap), (load_N[node][None, :] + swap))
-        before = np.maximum(load_N[node][:, None], load_N[node][None, :])
-        gain[(node[:, None] == node[None, :]) | (after > np.maximum(limit, before))] = 0.0
+        gain = _gains(node, within, pull_EN)
         best = int(gain.argmax())
-        i, j = best // len(load_E), best % len(load_E)
-        if gain[i, j] <= 1e-9 * max(float(within.sum()), 1.0):
+        if gain.flat[best] <= 1e-9 * max(float(within.sum()), 1.0):
             break
-        load_N[node[i]] -= swap[i, j]
-        load_N[node[j]] += swap[i, j]
+        i, j = divmod(best, len(load_E))
+        node[i], node[j] = node[j], node[i]
+    limit = load_E.sum() / num_nodes * (1.0 + SLACK)
+    for _ in range(MAX_EXCHANGES):
+        load_N = np.bincount(node, weights=load_E, minlength=num_nodes)
+        busiest = int(load_N.argmax())
+        less = load_E[:, None] - load_E[None, :]  # what the node of i loses
+        helps = (node == busiest)[:, None] & (less > 0) & (load_N[node][None, :] + less < load_N[busiest])
+        if load_N[busiest] <= limit or not helps.any():
+            break
+        gain = np.where(helps, _gains(node, within, pull_EN), -np.inf)
+        i, j = divmod(int(gain.argmax()), len(load_E))
         node[i], node[j] = node[j], node[i]
     return node
+
+
+def _gains(node_E: IntArray, within_EE: FloatArray, pull_EN: FloatArray) -> FloatArray:
+    """Pairs brought together, less those parted, when two experts change nodes: [E, E], 0 within a node."""
+    reach = within_EE @ np.eye(pull_EN.shape[1])[node_E] + pull_EN  # what each expert has with each node
+    gain = reach[:, node_E] - np.take_along_axis(reach, node_E[:, None], 1)  # expert i on the node of j
+    found: FloatArray = gain + gain.T - 2.0 * within_EE
+    found[node_E[:, None] == node_E[None, :]] = 0.0
+    return found
 
 
 def crossing_share(placement: Placement, pairs: Pairs, num_nodes: int) -> float:

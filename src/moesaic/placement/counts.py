@@ -9,10 +9,10 @@ from moesaic.placement.search import SearchState, exchange, normalised
 from moesaic.placement.slots import copies
 from moesaic.spec.experts import FloatArray, IntArray
 
-BEAM = 8
+BEAM = 6
 ROUNDS = 12
 MOST_TRIED = 96  # vectors of a round, those with the smallest largest copy
-PATIENCE = 4  # rounds without a better placement
+PATIENCE = 2  # rounds without a better placement
 MOST_SLOTS = 64  # larger layers have packings fine enough that greedy copies do
 
 

@@ -34,7 +34,7 @@ Shares = Literal["even", "solved"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Case:
-    """What is asked. None: not given, or to be taken from what is.
+    """What is asked. None: not given, or to be taken from what is. Dumps are matched with the model already.
 
     Shapes:  current_LGC [sparse layers, GPUs, slots].
     """
@@ -54,6 +54,12 @@ class Case:
     num_slices: int = 2
     pairs: Pairs = field(default_factory=dict)
     context: int = 4096  # positions of a sequence whose KV a copy takes the room of
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "num_slots", "num_nodes", "num_groups"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name.removeprefix('num_')} must be at least 1, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -161,6 +167,13 @@ def match_model(dump: Dump, model: ModelSpec) -> Dump:
     moe_layers = dict(model.moe_layers)
     if not moe_layers:
         raise ConfigError(f"{dump.source}: expert counts, but the model has no experts")
+    known = sorted({moe.num_experts for moe in moe_layers.values()})
+    if dump.num_experts not in known:
+        raise ConfigError(
+            f"{dump.source}: {dump.num_experts} experts, the model has {' or '.join(map(str, known))}; "
+            "give the load "
+            "and the model that belong together"
+        )
     if dump.layer_idxs is None:
         if len(dump.counts_LE) == len(model.layers):
             dump = replace(dump, layer_idxs=tuple(range(len(model.layers))))
@@ -188,12 +201,6 @@ def balance(case: Case, progress: Callable[[str], None] = lambda line: None) -> 
 
     Raises: ConfigError when loads disagree, when nothing fits, and for a policy asked for that does not.
     """
-    if case.model is not None:
-        model = case.model
-        case = replace(
-            case, dumps=tuple(match_model(dump, model) for dump in case.dumps),
-            holdouts=tuple(match_model(dump, model) for dump in case.holdouts),
-        )  # fmt: skip
     layer_idxs = _same_layers((*case.dumps, *case.holdouts))
     loads = stacked([dump.load() for dump in (*case.dumps, *case.holdouts)])
     planned, held_out = loads[: len(case.dumps)], loads[len(case.dumps) :]

@@ -129,7 +129,7 @@ def _experts(dump: Dump, rows: FloatArray, top_k: int | None) -> list[Finding]:
     constant = np.flatnonzero(rows.max(axis=1) == rows.min(axis=1))
     if len(constant):
         text = (
-            f"{len(constant)} layers, the first {layers[constant[0]]}, have one count for all experts: "
+            f"all experts count the same in layer {layers[constant[0]]} and {len(constant) - 1} more: "
             "made up?"
         )
         found.append(Finding(level="fault", kind="constant layers", message=text))
