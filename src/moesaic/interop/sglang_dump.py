@@ -74,7 +74,8 @@ def _map(path: Path, slots: Any) -> IntArray | None:
             f"{path}: last_physical_to_logical_map must be [layers][slots] of ids, got shape "
             f"{list(array.shape)}"
         )
-    return array.astype(np.int64)
+    found: IntArray = array.astype(np.int64)
+    return found
 
 
 def _per_pass(path: Path, records: Sequence[Mapping[str, Any]], slots: IntArray | None) -> Dump:

@@ -53,8 +53,8 @@ def coactivation(load_LE: FloatArray, grid: SlotGrid, pairs: Pairs) -> Placement
 def partition(load_E: FloatArray, within_EE: FloatArray, pull_EN: FloatArray, num_nodes: int) -> IntArray:
     """The node of each expert, as many on every node, none busier than `SLACK` above the mean if it can be.
 
-    First the exchanges that keep most pairs together, whatever the load; then, from the busiest node, those that
-    lose fewest, until it is no busier than allowed.
+    First the exchanges that keep most pairs together, whatever the load; then, from the busiest node, those
+    that lose fewest, until it is no busier than allowed.
 
     Shapes:  pull_EN [E, nodes], what an expert has with each node from other layers; returns [E].
     """

@@ -103,7 +103,7 @@ def test_pairs_place_by_coactivation(tmp_path):
     load = tmp_path / "load.json"
     load.write_text(json.dumps({"logical_count": [[0] * 16, *np.full((3, 16), 100).tolist()]}))
     pairs = np.zeros((16, 16))
-    pairs[np.arange(16), np.arange(16) ^ 1] = 100
+    pairs[np.arange(16), np.arange(16) ^ 2] = 100
     path = tmp_path / "pairs.json"
     path.write_text(
         json.dumps({"pairs": [{"layers": [one, one], "counts": pairs.tolist()} for one in (1, 2, 3)]})
