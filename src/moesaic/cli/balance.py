@@ -17,7 +17,7 @@ from moesaic.errors import ConfigError, nearest
 from moesaic.interop.dump import Dump
 from moesaic.interop.load_file import read_dump
 from moesaic.interop.pairs_file import read_pairs
-from moesaic.interop.placement_file import parse_target, placement_bytes, read_placement
+from moesaic.interop.placement_file import Target, parse_target, placement_bytes, read_placement
 from moesaic.planner.balance import Balance, Case, Shares, balance, compare, match_model
 from moesaic.planner.balance_answer import as_json, check_json, diff_json
 from moesaic.planner.balance_check import check_dump
@@ -28,19 +28,64 @@ from moesaic.spec.model import ModelSpec
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Case)}
 
 
+Loads = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="LOAD...",
+        help="Expert counts: a dump of SGLang or TensorRT-LLM, JSON, CSV, routes, or http://HOST:PORT.",
+    ),
+]
+Slots = Annotated[
+    int | None,
+    typer.Option("--slots", help="Experts and copies over all GPUs [default: the experts, rounded up]."),
+]
+ModelName = Annotated[
+    str | None, typer.Option("--model", help="Preset, config.json or folder: checks, bytes, memory.")
+]
+Holdouts = Annotated[
+    list[str] | None, typer.Option("--holdout", help="A load to judge by, not to plan for; may be repeated.")
+]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option("--policy", help="A policy to run; may be repeated [default: every one that fits]."),
+]
+Current = Annotated[
+    Path | None,
+    typer.Option("--current", help="The placement that runs now: ours, SGLang's or TensorRT-LLM's."),
+]
+MaxMoves = Annotated[
+    int | None, typer.Option("--max-moves", help="Most experts to fetch from the current placement.")
+]
+PairsFile = Annotated[
+    Path | None, typer.Option("--pairs", help="JSON of how often experts are chosen together.")
+]
+Floor = Annotated[
+    float, typer.Option("--floor", help="MegaScale's K: least cost of an expert, in mean loads.")
+]
+NumSlices = Annotated[int, typer.Option("--slices", help="Parts of an expert under the policy slices.")]
+Context = Annotated[
+    int, typer.Option("--context", min=1, help="Positions of a sequence whose KV copies displace.")
+]
+SharesName = Annotated[
+    str, typer.Option("--shares", help="Parts that copies take in the written plan: even or solved.")
+]
+Report = Annotated[
+    Path | None,
+    typer.Option("--report", help="Write a page, .html, or the plots alone, .svg (needs matplotlib)."),
+]
+Check = Annotated[
+    bool, typer.Option("--check", help="Only say whether the loads are sound; exit code 3 if not.")
+]
+Diff = Annotated[
+    tuple[str, str] | None,
+    typer.Option("--diff", metavar="A B", help="What changed from load A to load B."),
+]
+
+
 def balance_command(
-    loads: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="LOAD...",
-            help="Expert counts: a dump of SGLang or TensorRT-LLM, JSON, CSV, routes, or http://HOST:PORT.",
-        ),
-    ] = None,
+    loads: Loads = None,
     gpus: Annotated[int | None, typer.Option("--gpus", help="GPUs that share the experts.")] = None,
-    slots: Annotated[
-        int | None,
-        typer.Option("--slots", help="Experts and copies over all GPUs [default: the experts, rounded up]."),
-    ] = None,
+    slots: Slots = None,
     nodes: Annotated[int, typer.Option("--nodes", help="Nodes that the GPUs are on.")] = 1,
     groups: Annotated[
         int | None, typer.Option("--groups", help="Groups of experts [default: the model's].")
@@ -48,55 +93,24 @@ def balance_command(
     is_rounded: Annotated[
         bool, typer.Option("--round", help="Round slots up to the next number that goes.")
     ] = False,
-    model: Annotated[
-        str | None, typer.Option("--model", help="Preset, config.json or folder: checks, bytes, memory.")
-    ] = None,
-    holdout: Annotated[
-        list[str] | None,
-        typer.Option("--holdout", help="A load to judge by, not to plan for; may be repeated."),
-    ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", help="A policy to run; may be repeated [default: every one that fits]."),
-    ] = None,
-    current: Annotated[
-        Path | None,
-        typer.Option("--current", help="The placement that runs now: ours, SGLang's or TensorRT-LLM's."),
-    ] = None,
-    max_moves: Annotated[
-        int | None, typer.Option("--max-moves", help="Most experts to fetch from the current placement.")
-    ] = None,
-    pairs: Annotated[
-        Path | None, typer.Option("--pairs", help="JSON of how often experts are chosen together.")
-    ] = None,
-    floor: Annotated[
-        float, typer.Option("--floor", help="MegaScale's K: least cost of an expert, in mean loads.")
-    ] = DEFAULTS["floor"],
-    num_slices: Annotated[
-        int, typer.Option("--slices", help="Parts of an expert under the policy slices.")
-    ] = DEFAULTS["num_slices"],
-    context: Annotated[
-        int, typer.Option("--context", min=1, help="Positions of a sequence whose KV copies displace.")
-    ] = DEFAULTS["context"],
-    shares: Annotated[
-        str, typer.Option("--shares", help="Parts that copies take in the written plan: even or solved.")
-    ] = "even",
+    model: ModelName = None,
+    holdout: Holdouts = None,
+    policy: Policies = None,
+    current: Current = None,
+    max_moves: MaxMoves = None,
+    pairs: PairsFile = None,
+    floor: Floor = DEFAULTS["floor"],
+    num_slices: NumSlices = DEFAULTS["num_slices"],
+    context: Context = DEFAULTS["context"],
+    shares: SharesName = "even",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best placement.")] = None,
     target: Annotated[
         str, typer.Option("--for", help="Format of it: moesaic, sglang, trtllm or kt.")
     ] = "moesaic",
-    report: Annotated[
-        Path | None,
-        typer.Option("--report", help="Write a page, .html, or the plots alone, .svg (needs matplotlib)."),
-    ] = None,
+    report: Report = None,
     num_layers: Annotated[int, typer.Option("--layers", min=0, help="Layers to show.")] = 6,
-    is_check: Annotated[
-        bool, typer.Option("--check", help="Only say whether the loads are sound; exit code 3 if not.")
-    ] = False,
-    diff: Annotated[
-        tuple[str, str] | None,
-        typer.Option("--diff", metavar="A B", help="What changed from load A to load B."),
-    ] = None,
+    is_check: Check = False,
+    diff: Diff = None,
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Place experts and copies so that GPUs are evenly busy, and say how that holds on other loads.
@@ -118,7 +132,6 @@ def balance_command(
     if is_check:
         _check(dumps, spec, as_json_)
         return
-    held = tuple(_read(name, spec) for name in holdout or ())
     placement = None
     if current is not None:
         placement, _ = read_placement(current, gpus, dumps[0].sparse_layers)
@@ -128,28 +141,34 @@ def balance_command(
     if report is not None:
         import_module("moesaic.planner.charts")  # before the search: it may be missing
     case = Case(
-        dumps=dumps, holdouts=held, model=spec, num_gpus=gpus, num_slots=slots, num_nodes=nodes,
-        num_groups=groups, is_rounded=is_rounded, policies=None if policy is None else tuple(policy),
-        current=placement, max_moves=max_moves, floor=floor, num_slices=num_slices,
-        pairs={} if pairs is None else read_pairs(pairs, dumps[0]), context=context,
+        dumps=dumps, holdouts=tuple(_read(name, spec) for name in holdout or ()), model=spec,
+        num_gpus=gpus, num_slots=slots, num_nodes=nodes, num_groups=groups, is_rounded=is_rounded,
+        policies=None if policy is None else tuple(policy), current=placement, max_moves=max_moves,
+        floor=floor, num_slices=num_slices, pairs={} if pairs is None else read_pairs(pairs, dumps[0]),
+        context=context,
     )  # fmt: skip
     if diff is not None:
         changed = compare(case)
-        typer.echo(
-            json.dumps(diff_json(changed), indent=2) if as_json_ else render_diff(names, case, changed)
-        )
+        _print(diff_json(changed), render_diff(names, case, changed), as_json_)
         return
     found = balance(case, progress=lambda line: typer.echo(line, err=True))
     text = render(found, num_layers)
     if output is not None:
-        rows = max(len(dumps[0].counts_LE), found.layer_idxs[-1] + 1)
-        plan = found.plan("solved" if shares == "solved" else "even")
-        load = np.sum([dump.counts_LE[list(dump.sparse_rows)] for dump in dumps], axis=0)
-        made = placement_bytes(wanted, plan, load, found.layer_idxs, rows, output.suffix)
-        _write(output, made)
+        _write_placement(output, wanted, found, "solved" if shares == "solved" else "even")
     if report is not None:
         _report(report, found, text)
-    typer.echo(json.dumps(as_json(found), indent=2, allow_nan=False) if as_json_ else text)
+    _print(as_json(found), text, as_json_)
+
+
+def _print(values: dict[str, Any], text: str, is_json: bool) -> None:
+    typer.echo(json.dumps(values, indent=2, allow_nan=False) if is_json else text)
+
+
+def _write_placement(path: Path, target: Target, found: Balance, shares: Shares) -> None:
+    dumps = found.case.dumps
+    rows = max(len(dumps[0].counts_LE), found.layer_idxs[-1] + 1)
+    load = np.sum([dump.counts_LE[list(dump.sparse_rows)] for dump in dumps], axis=0)
+    _write(path, placement_bytes(target, found.plan(shares), load, found.layer_idxs, rows, path.suffix))
 
 
 def _read(name: str, spec: ModelSpec | None) -> Dump:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from textwrap import fill
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from moesaic.planner.balance_check import Difference, Finding
 from moesaic.spec.experts import FloatArray
 from moesaic.units import format_bytes, format_count, format_seconds
 
-MAX_STRIP = 36  # characters of a line of GPUs
+LINE = 110
+MAX_STRIP = 32  # characters of a line of GPUs
 
 
 def render(found: Balance, num_layers: int) -> str:
@@ -31,7 +33,9 @@ def _head(found: Balance) -> str:
     per_gpu = found.num_slots // case.num_gpus
     nodes = f" on {case.num_nodes} nodes" if case.num_nodes > 1 else ""
     rounded = ""
-    if found.num_slots != (case.num_slots or experts):
+    if case.num_slots is None and case.current is not None:
+        rounded = " (the current plan's)"
+    elif found.num_slots != (case.num_slots or experts):
         rounded = f" (rounded up from {case.num_slots or experts})"
     lines.append(
         f"slots     {found.num_slots}{rounded}: {case.num_gpus} GPUs{nodes} x {per_gpu}, {experts} experts, "
@@ -47,7 +51,7 @@ def _load_line(label: str, dump: Dump) -> str:
     text += f", {format_count(float(dump.counts_LE.sum()))} choices"
     if dump.num_zero_steps:
         text += f", {dump.num_zero_steps} zero steps dropped"
-    return "\n            ".join([text, *dump.notes])
+    return "\n".join([_wrapped(text, "", " " * 12), *(" " * 12 + note for note in dump.notes)])
 
 
 def _short(source: str) -> str:
@@ -57,31 +61,46 @@ def _short(source: str) -> str:
 
 def _policies(found: Balance) -> str:
     """One row a policy: mean over layers of mean / max GPU load."""
-    has_others = bool(found.case.holdouts)
-    head = f"{'policy':<18}{'planned for':>12}{'worst load':>12}"
-    head += f"{'others':>9}{'worst':>8}" if has_others else ""
-    head += f"{'solved':>9}" + (f"{'others':>9}{'worst':>8}" if has_others else "")
-    head += f"{'moves':>9}{'bytes':>10}{'same GPU':>10}{'time':>9}"
-    lines = [
-        "",
-        "mean / max GPU load, mean over layers; copies share evenly, or as solved for each load",
-        head,
-    ]
+    columns = _columns(found)
+    lines = ["", "mean / max GPU load, mean over layers; copies share evenly, or solved for each load"]
+    lines.append(f"{'policy':<18}" + "".join(f"{head:>{width}}" for head, width, _ in columns))
     for one in found.outcomes:
         mark = "*" if one.name == found.chosen else " "
-        line = f"{one.name:<17}{mark}{one.on_load:>12.4f}{one.on_load_min:>12.4f}"
-        if has_others:
-            line += f"{_ratio(one.holdout_mean):>9}{_ratio(one.holdout_min):>8}"
-        line += f"{_ratio(one.on_load_solved):>9}"
-        if has_others:
-            line += f"{_ratio(one.holdout_mean_solved):>9}{_ratio(one.holdout_min_solved):>8}"
-        size = "-" if one.move_bytes is None else format_bytes(one.move_bytes)
-        line += f"{one.num_moves:>9}{size:>10}{one.same_rank_replicas:>10}{format_seconds(one.seconds):>9}"
-        lines.append(line)
-    lines += [f"  not run: {name}: {reason}" for name, reason in found.unfit.items()]
+        cells = "".join(f"{show(one):>{width}}" for _, width, show in columns)
+        lines.append(f"{one.name:<17}{mark}{cells}")
+    notes = [f"not run: {name}: {reason}" for name, reason in found.unfit.items()]
     start = "the current plan" if found.case.current is not None else "experts in the order of their ids"
-    lines.append(f"  * chosen: {POLICIES[found.chosen].summary}; moves and bytes from {start}")
-    return "\n".join(lines + _traffic(found.outcomes))
+    notes.append(f"* chosen: {POLICIES[found.chosen].summary}; moves and bytes from {start}")
+    return "\n".join([*lines, *(_wrapped(note, "  ", "    ") for note in notes + _traffic(found.outcomes))])
+
+
+def _columns(found: Balance) -> list[tuple[str, int, Callable[[Outcome], str]]]:
+    """(heading, width, cell), only those that say something here."""
+    has_several, has_others = len(found.case.dumps) > 1, bool(found.case.holdouts)
+    several_others = len(found.case.holdouts) > 1
+    columns: list[tuple[bool, str, int, Callable[[Outcome], str]]] = [
+        (True, "planned for", 12, lambda one: _ratio(one.on_load)),
+        (has_several, "worst", 8, lambda one: _ratio(one.on_load_min)),
+        (has_others, "others", 8, lambda one: _ratio(one.holdout_mean)),
+        (several_others, "worst", 8, lambda one: _ratio(one.holdout_min)),
+        (True, "solved", 9, lambda one: _ratio(one.on_load_solved)),
+        (has_others, "others", 8, lambda one: _ratio(one.holdout_mean_solved)),
+        (several_others, "worst", 8, lambda one: _ratio(one.holdout_min_solved)),
+        (True, "moves", 8, lambda one: str(one.num_moves)),
+        (
+            found.case.model is not None,
+            "bytes",
+            9,
+            lambda one: "-" if one.move_bytes is None else format_bytes(one.move_bytes),
+        ),
+        (True, "same GPU", 10, lambda one: str(one.same_rank_replicas)),
+        (True, "time", 9, lambda one: format_seconds(one.seconds)),
+    ]
+    return [column[1:] for column in columns if column[0]]
+
+
+def _wrapped(text: str, first: str, rest: str) -> str:
+    return fill(text, LINE, initial_indent=first, subsequent_indent=rest, break_long_words=False)
 
 
 def _traffic(outcomes: Sequence[Outcome]) -> list[str]:
@@ -94,7 +113,7 @@ def _traffic(outcomes: Sequence[Outcome]) -> list[str]:
     ):
         values = [(one.name, getattr(one, name)) for one in outcomes if getattr(one, name) is not None]
         if values:
-            found.append(f"  {label}: " + ", ".join(f"{policy} {value:.3f}" for policy, value in values))
+            found.append(f"{label}: " + ", ".join(f"{policy} {value:.3f}" for policy, value in values))
     return found
 
 
@@ -156,27 +175,21 @@ def _strip(load_G: FloatArray) -> str:
 def _advice(found: Balance) -> str:
     """What to do next."""
     chosen = found.outcome(found.chosen)
-    lines = [""]
+    advice = []
     if chosen.holdout_mean is not None and chosen.holdout_mean < 0.9 and found.chosen != "robust":
-        lines.append(
-            "advice    other traffic unbalances this plan: give several LOADs, and robust serves them all"
-        )
+        advice.append("other traffic unbalances this plan: give several LOADs, and robust serves them all")
     elif len(found.case.dumps) == 1 and chosen.holdout_mean is None:
-        lines.append(
-            "advice    planned for one load; --holdout says how it holds on another, and several LOADs "
-            "make it hold"
+        advice.append(
+            "planned for one load: --holdout says how it holds on another, several LOADs make it hold"
         )
     if found.case.num_nodes > 1 and chosen.local_share is not None and chosen.local_share < 0.5:
-        lines.append(
-            "          most choices cross nodes: keep expert parallelism in a node where its bandwidth is "
-            "the limit"
+        advice.append(
+            "most choices cross nodes: keep expert parallelism in a node if its links are the limit"
         )
     if found.memory is not None and found.memory.redundant_bytes:
-        lines.append("          copies cost memory: fewer bits an expert come first, then copies")
-    lines.append(
-        "          record again when traffic changes: decode every ten minutes or so, prefill more often"
-    )
-    return "\n".join(lines)
+        advice.append("copies cost memory: fewer bits an expert come first, then copies")
+    advice.append("record again when traffic changes: decode every ten minutes or so, prefill more often")
+    return "\n".join(["", *(f"{'' if i else 'advice':<10}{line}" for i, line in enumerate(advice))])
 
 
 def render_check(dump: Dump, findings: tuple[Finding, ...]) -> str:
@@ -187,7 +200,8 @@ def render_check(dump: Dump, findings: tuple[Finding, ...]) -> str:
         f"{dump.source}: {dump.layout}, {dump.num_experts} experts, {len(dump.sparse_rows)} sparse "
         f"layers: {verdict}"
     ]
-    lines += [f"  {one.level:<8}{one.kind:<18}{one.message}" for one in findings]
+    for one in findings:
+        lines.append(_wrapped(f"{one.level:<8}{one.kind:<18}{one.message}", "  ", " " * 28))
     return "\n".join(lines)
 
 
