@@ -16,7 +16,7 @@ import numpy as np
 
 from moesaic.errors import ConfigError
 from moesaic.interop.dump import MAX_JSON_BYTES, Dump, checked, merged, parse_json, read_json, sum_steps
-from moesaic.interop.sglang_dump import read_sglang_pt
+from moesaic.interop.sglang_dump import MAX_EXPERTS, read_sglang_pt
 from moesaic.interop.trtllm_dump import META, read_trtllm
 from moesaic.spec.codec import from_plain
 from moesaic.spec.experts import ExpertLoad
@@ -212,7 +212,10 @@ def _long_csv(path: Path, header: list[str], rows: Iterator[tuple[int, list[str]
     if not totals:
         raise ConfigError(f"{path}: a header and no rows")
     idxs = sorted({layer for layer, _ in totals})
-    counts = np.zeros((len(idxs), 1 + max(expert for _, expert in totals)))
+    num_experts = 1 + max(expert for _, expert in totals)
+    if len(idxs) * num_experts > MAX_CSV_CELLS:
+        raise ConfigError(f"{path}: {len(idxs)} layers of up to {num_experts} experts: no model has as many")
+    counts = np.zeros((len(idxs), num_experts))
     place = {layer: row for row, layer in enumerate(idxs)}
     for (layer, expert), count in totals.items():
         counts[place[layer], expert] = count
@@ -254,6 +257,8 @@ def _from_npz(path: Path) -> Dump:
         raise ConfigError(
             f"{path}: experts must be whole numbers by layer, token and choice, got {list(raw.shape)}"
         )
+    if int(raw.max()) >= MAX_EXPERTS:
+        raise ConfigError(f"{path}: experts names {int(raw.max())}; ids below {MAX_EXPERTS} are read")
     routes = raw.astype(np.int64)
     counts = np.stack([np.bincount(row[row >= 0], minlength=1 + int(routes.max())) for row in routes])
     return checked(

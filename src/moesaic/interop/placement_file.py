@@ -167,6 +167,8 @@ def _rows(path: Path, rows: Any) -> IntArray:
         raise ConfigError(
             f"{path}: a map of slots must be lists of expert ids, all equally long, one a layer"
         )
+    if array.max() >= array.shape[1]:
+        raise ConfigError(f"{path}: a map of {array.shape[1]} slots names expert {array.max()}")
     return array.astype(np.int64)
 
 

@@ -17,7 +17,7 @@ from moesaic.interop.dump import Dump, checked, sum_steps
 from moesaic.interop.torch_file import read_torch
 from moesaic.spec.experts import FloatArray, IntArray
 
-TOKEN_COLUMNS = 8  # of per_token: choices beyond are lost, whatever the model's top-k
+MAX_EXPERTS = 100_000  # guess: a hundred times the most of any model
 
 
 def read_sglang_pt(path: Path) -> Dump:
@@ -69,10 +69,14 @@ def _map(path: Path, slots: Any) -> IntArray | None:
     if slots is None:
         return None
     array = _array(path, slots, "last_physical_to_logical_map")
-    if array.ndim != 2 or array.dtype.kind not in "iu" or array.min(initial=0) < 0:
+    if array.ndim != 2 or 0 in array.shape or array.dtype.kind not in "iu" or array.min() < 0:
         raise ConfigError(
             f"{path}: last_physical_to_logical_map must be [layers][slots] of ids, got shape "
             f"{list(array.shape)}"
+        )
+    if array.max() >= array.shape[1]:
+        raise ConfigError(
+            f"{path}: last_physical_to_logical_map names expert {array.max()} in {array.shape[1]} slots"
         )
     found: IntArray = array.astype(np.int64)
     return found
@@ -117,6 +121,8 @@ def _per_token(path: Path, records: Sequence[Mapping[str, Any]], slots: IntArray
         parts.append(ids.astype(np.int64))
     routes = np.concatenate(parts, axis=1)
     num_slots = 1 + int(routes.max(initial=-1)) if slots is None else slots.shape[1]
+    if num_slots > MAX_EXPERTS:
+        raise ConfigError(f"{path}: topk_ids name expert {num_slots - 1}; ids below {MAX_EXPERTS} are read")
     if routes.max(initial=-1) >= num_slots or (slots is not None and len(slots) != len(routes)):
         raise ConfigError(
             f"{path}: topk_ids name slot {int(routes.max())} of {len(routes)} layers, the map has "

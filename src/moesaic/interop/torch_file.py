@@ -9,8 +9,10 @@ with any other instruction or name is refused before anything of it is built. St
 from __future__ import annotations
 
 import io
+import math
 import pickletools
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -111,7 +113,9 @@ class _Machine:
         Raises: ConfigError for an instruction or a name that is not data, and for a damaged program.
         """
         try:
-            steps = list(pickletools.genops(program))
+            with warnings.catch_warnings():  # about escapes in strings of a kind that is refused below
+                warnings.simplefilter("ignore")
+                steps = list(pickletools.genops(program))
             for opcode, argument, _ in steps:  # the whole of it is looked at before any of it is built
                 if opcode.name not in _KNOWN:
                     raise self.refusal(f"the instruction {opcode.name}")
@@ -217,8 +221,8 @@ class _Machine:
         last = start + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if 0 in shape:
             return np.zeros(shape, dtype)
-        if last >= storage.num_items:
-            raise ValueError(f"a tensor reaches item {last} of a storage of {storage.num_items}")
+        if last >= storage.num_items or math.prod(shape) > storage.num_items:  # strides of 0 repeat items
+            raise ValueError(f"a tensor of shape {shape} reaches item {last} of {storage.num_items}")
         with open(self.path, "rb") as stream:
             stream.seek(info.header_offset)
             header = stream.read(30)

@@ -35,6 +35,11 @@ def placement_of(plan: ExpertPlan) -> Placement:
     Raises: ConfigError when ranks or layers differ in slots, or when layers are cut differently.
     """
     rows: list[IntArray] = []
+    num_slots = max((len(ranks) for ranks in plan.slot_rank), default=0)
+    for name, ids in (("expert", plan.slot_expert), ("slice", plan.slot_slice)):
+        most = max((int(row.max(initial=0)) for row in ids), default=0)
+        if most >= max(num_slots, 1):
+            raise ConfigError(f"the plan names {name} {most} in {num_slots} slots; ids are below that")
     num_slices = 1 + max((int(parts.max(initial=0)) for parts in plan.slot_slice), default=0)
     for layer, (ranks, experts, parts) in enumerate(
         zip(plan.slot_rank, plan.slot_expert, plan.slot_slice, strict=True)

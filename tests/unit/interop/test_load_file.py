@@ -317,3 +317,19 @@ def test_missing_names(tmp_path):
         read_dump(str(tmp_path / "absent.json"))
     with pytest.raises(ConfigError, match=r"neither meta_info.json"):
         read_dump(str(tmp_path))
+
+
+def test_ids_that_would_take_all_memory_are_refused(put, tmp_path):
+    huge = np.where(SLOTS == 1, 2**40, SLOTS)
+    data = {"records": [{"global_physical_count": SLOTS}], "last_physical_to_logical_map": huge}
+    with pytest.raises(ConfigError, match="names expert 1099511627776 in 6 slots"):
+        read_dump(put("a.pt", torch_bytes(data)))
+    record = {"rank": 0, "topk_ids_of_layer": np.full((1, 2, 8), 2**40)}
+    with pytest.raises(ConfigError, match="ids below 100000 are read"):
+        read_dump(put("a.pt", torch_bytes({"records": [record]})))
+    rows = [f"{layer},999999,1" for layer in range(50)]
+    with pytest.raises(ConfigError, match="no model has as many"):
+        read_dump(put("a.csv", "\n".join(["layer,expert,count", *rows])))
+    np.savez(tmp_path / "a.npz", experts=np.array([[[2**40]]]))
+    with pytest.raises(ConfigError, match="ids below 100000 are read"):
+        read_dump(str(tmp_path / "a.npz"))

@@ -1,14 +1,19 @@
 """Files of torch.save without torch: what data may be, and that nothing in a file is ever run."""
 
 import collections
+import contextlib
 import io
 import os
 import pickle
+import random
 import subprocess
 import zipfile
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as limits
+from hypothesis import strategies as st
 
 from moesaic.errors import ConfigError
 from moesaic.interop.torch_file import read_torch, torch_bytes
@@ -159,6 +164,7 @@ def test_tensors_must_lie_in_their_storage(written):
         {"strides": (-3, 1)},
         {"shape": (2,)},
         {"shape": (2**40, 2**40)},
+        {"shape": (2**40, 1), "strides": (0, 1)},
     ):
         with pytest.raises(ConfigError, match="damaged"):
             read_torch(written(with_tensor(**wrong)))
@@ -193,3 +199,17 @@ def test_big_endian_and_oversized_objects_are_refused(written, monkeypatch):
     monkeypatch.setattr("moesaic.interop.torch_file.MAX_PICKLE_BYTES", 10)
     with pytest.raises(ConfigError, match=r"its objects take .* beside the tensors"):
         read_torch(written(data))
+
+
+@given(st.integers(0, 10**9))
+@limits(max_examples=150)
+def test_a_spoilt_program_is_read_or_refused_and_nothing_else(tmp_path_factory, seed):
+    rng = random.Random(seed)
+    with zipfile.ZipFile(io.BytesIO(with_tensor())) as made:
+        program = bytearray(made.read("x/data.pkl"))
+    for _ in range(rng.randint(1, 4)):
+        program[rng.randrange(len(program))] = rng.randrange(256)
+    path = tmp_path_factory.getbasetemp() / "spoilt.pt"
+    path.write_bytes(archive(bytes(program), k0=np.arange(6, dtype=np.int32).tobytes()))
+    with contextlib.suppress(ConfigError):
+        read_torch(path)
