@@ -14,11 +14,11 @@ import typer
 
 from moesaic.cli.balance_view import render, render_check, render_diff
 from moesaic.errors import ConfigError, nearest
-from moesaic.interop.dump import Dump
+from moesaic.interop.dump import Dump, match_model
 from moesaic.interop.load_file import read_dump
 from moesaic.interop.pairs_file import read_pairs
 from moesaic.interop.placement_file import Target, parse_target, placement_bytes, read_placement
-from moesaic.planner.balance import Balance, Case, Shares, balance, compare, match_model
+from moesaic.planner.balance import Balance, Case, Shares, balance, compare
 from moesaic.planner.balance_answer import as_json, check_json, diff_json
 from moesaic.planner.balance_check import check_dump
 from moesaic.spec.families import read_config

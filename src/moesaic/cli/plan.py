@@ -58,7 +58,7 @@ def plan_command(
         ),
     ] = None,
     load: Annotated[
-        Path | None, typer.Option("--load", help="Recorded expert load: moesaic's JSON or a logical_count.")
+        Path | None, typer.Option("--load", help="Recorded expert load, as `moesaic balance` reads it.")
     ] = None,
     skew: Annotated[
         float | None,

@@ -16,6 +16,7 @@ import numpy as np
 
 from moesaic.errors import ConfigError
 from moesaic.spec.experts import ExpertLoad, FloatArray, IntArray, Phase
+from moesaic.spec.model import ModelSpec
 from moesaic.units import format_bytes
 
 MAX_JSON_BYTES = 256 * 2**20  # guess: read whole, at about ten times its size in memory
@@ -102,6 +103,43 @@ def checked(dump: Dump) -> Dump:
             "counts are finite "
             "and at least 0"
         )
+    return dump
+
+
+def match_model(dump: Dump, model: ModelSpec) -> Dump:
+    """The dump with its rows named by the model's layers.
+
+    Raises: ConfigError when experts or layers are not the model's.
+    """
+    moe_layers = dict(model.moe_layers)
+    if not moe_layers:
+        raise ConfigError(f"{dump.source}: expert counts, but the model has no experts")
+    known = sorted({moe.num_experts for moe in moe_layers.values()})
+    if dump.num_experts not in known:
+        raise ConfigError(
+            f"{dump.source}: {dump.num_experts} experts, the model has {' or '.join(map(str, known))}; "
+            "give the load "
+            "and the model that belong together"
+        )
+    if dump.layer_idxs is None:
+        if len(dump.counts_LE) == len(model.layers):
+            dump = replace(dump, layer_idxs=tuple(range(len(model.layers))))
+        elif len(dump.counts_LE) == len(moe_layers):
+            dump = replace(dump, layer_idxs=tuple(moe_layers))
+        else:
+            raise ConfigError(
+                f"{dump.source}: {len(dump.counts_LE)} layers; the model has {len(model.layers)}, of which "
+                f"{len(moe_layers)} have experts"
+            )
+    for layer in dump.sparse_layers:
+        if layer not in moe_layers:
+            raise ConfigError(f"{dump.source}: layer {layer} has counts, and in the model it has no experts")
+        if moe_layers[layer].num_experts != dump.num_experts:
+            raise ConfigError(
+                f"{dump.source}: {dump.num_experts} experts, the model has "
+                f"{moe_layers[layer].num_experts} in layer "
+                f"{layer}; give the load and the model that belong together"
+            )
     return dump
 
 

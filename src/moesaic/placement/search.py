@@ -80,15 +80,16 @@ def improve(
     num_targets: int = 1,
     budget_L: IntArray | None = None,
 ) -> IntArray:
-    """A placement that is never worse than the one given, in the busiest GPU of the least favourable load.
+    """A placement that is never worse than the one given.
 
+    For one load that is its busiest GPU; for several, the sum of a steep penalty over all GPUs and loads.
     `num_changes` slots per layer are tried as copies of other experts once exchanges alone find nothing;
     `num_targets` GPUs, the busiest first, are tried before a layer counts as done.
 
     Shapes:  loads_SLE [S, L, E], none of its layers without load; ids_LGC [L, G, C]; returns [L, G, C].
     """
     loads = normalised(loads_SLE, ids_LGC.shape[1])
-    state = _state(loads, ids_LGC, ids_LGC, budget_L, slice(None))
+    state = _state(loads, ids_LGC, ids_LGC, budget_L)
     exchange(state, num_targets)
     best = state.ids_LGC
     cost, worst = state.cost(), state.worst()
@@ -98,7 +99,7 @@ def improve(
         if not len(open_layers):
             break
         budget = None if budget_L is None else budget_L[open_layers]
-        trial = _state(loads[:, open_layers], best[open_layers], ids_LGC[open_layers], budget, slice(None))
+        trial = _state(loads[:, open_layers], best[open_layers], ids_LGC[open_layers], budget)
         changed = change_slots(trial, rank[open_layers])
         rank[open_layers[~changed]] = -1  # nothing left to try
         open_layers, keep = open_layers[changed], changed
@@ -106,10 +107,12 @@ def improve(
             continue
         trial = _state(
             loads[:, open_layers], trial.ids_LGC[keep], ids_LGC[open_layers],
-            None if budget is None else budget[keep], slice(None),
+            None if budget is None else budget[keep],
         )  # fmt: skip
         exchange(trial, num_targets)
         better = trial.cost() < cost[open_layers] * (1.0 - 1e-9)
+        if len(loads) == 1:
+            better &= trial.worst() <= worst[open_layers]
         if budget_L is not None:
             better &= _moves(trial) <= budget_L[open_layers]
         won = open_layers[better]
@@ -119,13 +122,10 @@ def improve(
     return best
 
 
-def _state(
-    loads: FloatArray, ids: IntArray, start: IntArray, budget: IntArray | None, layers: slice
-) -> SearchState:
+def _state(loads: FloatArray, ids: IntArray, start: IntArray, budget: IntArray | None) -> SearchState:
     return SearchState(
-        loads_SLE=loads[:, layers], ids_LGC=ids[layers].copy(), budget_L=budget,
-        start_LGC=None if budget is None else start[layers],
-    )  # fmt: skip
+        loads_SLE=loads, ids_LGC=ids.copy(), budget_L=budget, start_LGC=None if budget is None else start
+    )
 
 
 def _moves(state: SearchState) -> IntArray:

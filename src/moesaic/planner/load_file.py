@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from moesaic.cost.load import CHANCE, ExpertShares, shares_of, zipf_shares
 from moesaic.errors import ConfigError
-from moesaic.spec.codec import from_plain
-from moesaic.spec.experts import ExpertLoad
-from moesaic.spec.locate import read_json_object
+from moesaic.interop.dump import match_model
+from moesaic.interop.load_file import read_dump
 from moesaic.spec.model import ModelSpec
 
 SKEW_FINE = 0.48
@@ -57,24 +55,15 @@ def skewed(model: ModelSpec, exponent: float | None = None) -> ExpertShares:
 
 
 def read_load(path: Path, model: ModelSpec) -> ExpertShares:
-    """The shares of a recorded load: moesaic's own JSON, or `{"logical_count": [layers][experts]}`.
-
-    A `logical_count` may have a row for every layer, dense ones being 0, or for the sparse layers alone;
-    with one more dimension in front it is summed over it.
+    """The shares of a recorded load, in any layout that `interop.load_file` reads.
 
     Raises: ConfigError naming the file and what is wrong: layers, experts, negative or not finite counts.
     """
-    data = read_json_object(path)
-    if "logical_count" in data:
-        load = _from_counts(data["logical_count"], path, model)
-    elif "counts" in data:
-        load = from_plain(ExpertLoad, data, where=str(path))
-    else:
-        keys = ", ".join(sorted(data)[:5]) or "none"
-        raise ConfigError(
-            f"{path}: no expert load: it needs counts or logical_count, and its keys are {keys}"
-        )
-    return shares_of(load, model)
+    dump = match_model(read_dump(str(path)), model)
+    silent = sorted(set(dict(model.moe_layers)) - set(dump.sparse_layers))
+    if silent:
+        raise ConfigError(f"the load {path} counted nothing in layer {silent[0]}")
+    return shares_of(dump.load(), model)
 
 
 def grouped(shares: ExpertShares, num_groups: int = NUM_GROUPS) -> ExpertShares:
@@ -91,24 +80,3 @@ def grouped(shares: ExpertShares, num_groups: int = NUM_GROUPS) -> ExpertShares:
         for idx in group:
             found[idx] = layers[group[len(group) // 2]]
     return ExpertShares(shares=tuple(found), has_chance=shares.has_chance)
-
-
-def _from_counts(rows: Any, path: Path, model: ModelSpec) -> ExpertLoad:
-    try:
-        counts = np.asarray(rows, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: logical_count must be numbers by layer and expert, all rows equally long: {error}"
-        ) from error
-    if counts.ndim == 3:
-        counts = counts.sum(axis=0)
-    if counts.ndim != 2:
-        raise ConfigError(f"{path}: logical_count must be [layers][experts], got {counts.ndim} dimensions")
-    sparse = [idx for idx, _ in model.moe_layers]
-    if len(counts) == len(model.layers) and len(sparse) < len(counts):
-        counts = counts[sparse]
-    return ExpertLoad(
-        counts=tuple(counts), phase="decode", num_tokens=0, num_steps=0, since_s=0.0, until_s=0.0,
-        plan_version=0,
-        source=str(path),
-    )  # fmt: skip

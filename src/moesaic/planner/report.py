@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from html import escape
 
@@ -10,44 +9,24 @@ import numpy as np
 
 from moesaic.cost.term import FloatArray
 from moesaic.planner import charts
+from moesaic.planner.page import PAGE_END, page_head, stacked_plots
 from moesaic.planner.plan import Plan
 from moesaic.planner.search import Question, frontier_points
 from moesaic.planner.sensitivity import load_per_rank, sensitivities
 
-_HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body{{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}}
-pre{{background:#f6f6f6;padding:1rem;overflow-x:auto;font-size:12.5px}} svg{{max-width:100%;height:auto}}
-h1{{font-size:1.5rem}} h2{{font-size:1.1rem;margin-top:2rem}} p{{max-width:45rem}}
-</style></head><body>
-"""
-
 
 def page(title: str, text: str, plan: Plan, question: Question) -> str:
     """The page as HTML. `text` is the answer as the terminal shows it."""
-    parts = [_HEAD.format(title=escape(title)), f"<h1>{escape(title)}</h1>\n<pre>{escape(text)}</pre>\n"]
+    parts = [page_head(title), f"<pre>{escape(text)}</pre>\n"]
     for head, words, plot in _sections(plan, question):
         if plot is not None:
             parts.append(f"<h2>{escape(head)}</h2>\n<p>{escape(words)}</p>\n{plot}\n")
-    return "".join([*parts, "</body></html>\n"])
+    return "".join([*parts, PAGE_END])
 
 
 def picture(plan: Plan, question: Question) -> str:
     """The plots of the page below each other, as one SVG."""
-    plots = [(head, plot) for head, _, plot in _sections(plan, question) if plot is not None]
-    parts, top, width = [], 0.0, 0.0
-    for head, plot in plots:
-        box = re.search(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', plot)
-        if box is None:
-            continue
-        width = max(width, float(box[1]))
-        parts.append(
-            f'<text x="8" y="{top + 16:.0f}" font-size="12" font-weight="bold">{escape(head)}</text>'
-        )
-        parts.append(plot.replace("<svg", f'<svg x="0" y="{top + 22:.0f}"', 1).replace('pt"', '"'))
-        top += 30 + float(box[2])
-    box_of_all = f'viewBox="0 0 {width:.0f} {top:.0f}" font-family="sans-serif"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box_of_all}>'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
+    return stacked_plots([(head, plot) for head, _, plot in _sections(plan, question) if plot is not None])
 
 
 def _sections(plan: Plan, question: Question) -> list[tuple[str, str, str | None]]:

@@ -94,7 +94,7 @@ def test_what_does_not_fit_names_the_tiers_that_would_hold_it():
     [
         (["--machine", "h101x8"], "unknown machine 'h101'; did you mean h100"),
         (["--machine", "h100x8", "--objective", "cheap"], "unknown objective 'cheap'"),
-        (["--machine", "h100x8", "--load", "/nowhere.json"], "cannot be read"),
+        (["--machine", "h100x8", "--load", "/nowhere.json"], "no such file"),
         (["--machine", "h100x8", "--skew", "-1"], "a skew is an exponent of at least 0"),
         (["--machine", "h100x8", "--skew", "1", "--load", "x"], "give one of them"),
         (["--machine", "h100x8", "--profile", "ideal"], "unknown profile 'ideal'"),

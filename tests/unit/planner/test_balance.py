@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from moesaic.errors import ConfigError
-from moesaic.interop.dump import Dump
+from moesaic.interop.dump import Dump, match_model
 from moesaic.placement.contiguous import contiguous
 from moesaic.placement.grid import SlotGrid
 from moesaic.placement.slots import Placement
-from moesaic.planner.balance import Case, balance, compare, formulas, match_model
+from moesaic.planner.balance import Case, balance, compare, formulas
 from moesaic.planner.balance_answer import as_json, diff_json
 from moesaic.planner.balance_check import check_dump
 from moesaic.spec.families import read_config

@@ -149,12 +149,13 @@ def test_loads_are_read_and_refused(tmp_path):
     assert read(counts.tolist()).of_layer(3) == pytest.approx(counts[3] / counts[3].sum())
     assert read([counts.tolist(), counts.tolist()]).of_layer(3) == pytest.approx(counts[3] / counts[3].sum())
     for wrong, message in (
-        (counts[:, :7].tolist(), "7 experts in layer 0, the model has 8"),
-        (counts[:5].tolist(), "5 sparse layers, the model has 32"),
-        ((-counts).tolist(), "count -.* for expert 0 of layer 0"),
-        (np.where(counts == counts[4, 2], np.nan, counts).tolist(), "count nan"),
-        ([[1, 2], [3]], "all rows equally long"),
-        ([1, 2], "1 dimensions"),
+        (counts[:, :7].tolist(), "7 experts, the model has 8"),
+        (counts[:5].tolist(), "5 layers; the model has 32"),
+        ((-counts).tolist(), "expert 0 of layer 0 has the count -"),
+        (np.where(counts == counts[4, 2], np.nan, counts).tolist(), "the count nan"),
+        ([[1, 2], [3]], "rows of one length"),
+        ([1, 2], r"got the shape \[2\]"),
+        (np.where(np.arange(32)[:, None] == 5, 0, counts).tolist(), "counted nothing in layer 5"),
     ):
         with pytest.raises(ConfigError, match=message):
             read(wrong)
