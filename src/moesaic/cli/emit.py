@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from moesaic.cli.plan import write_text
@@ -16,12 +17,16 @@ from moesaic.hashing import digest
 from moesaic.interop.emit import emit
 from moesaic.interop.inventory import ENGINES, TITLES
 from moesaic.interop.launch import Emission
+from moesaic.interop.placement_file import parse_target, placement_bytes
 from moesaic.spec.deployment import Deployment, from_json
+from moesaic.spec.experts import ExpertPlan
 from moesaic.spec.families import read_config
 from moesaic.spec.locate import PRESET_FOLDER, locate, preset_names
 from moesaic.spec.model import ModelSpec
 
 TARGETS = ("moesaic", *ENGINES)
+PLACED = ("sglang", "trtllm")
+"""Engines that read a file of where each expert is."""
 
 
 def emit_command(
@@ -43,7 +48,7 @@ def emit_command(
     image: Annotated[
         str | None, typer.Option("--image", help="Container image of the manifest [default: the release's].")
     ] = None,
-    partial: Annotated[
+    is_partial: Annotated[
         bool, typer.Option("--partial", help="Print the nearest lines, and name what they leave out.")
     ] = False,
     output: Annotated[
@@ -64,9 +69,10 @@ def emit_command(
     else:
         made = emit(
             found, target, model=name, spec=spec, version=version, devices_per_node=gpus_per_node,
-            image=image, with_manifest=kubernetes,
+            placement=partial(_places, target) if target in PLACED else None, image=image,
+            with_manifest=kubernetes,
         )  # fmt: skip
-    if made.lacks and not partial:
+    if made.lacks and not is_partial:
         raise ConfigError(_refusal(made))
     if output is not None:
         _write(made, output)
@@ -106,6 +112,22 @@ def _model(deployment: Deployment, given: str | None) -> tuple[str, ModelSpec | 
         f"no preset is the model of the deployment (digest {deployment.model_digest}); say what the engine "
         "is to load with --model"
     )
+
+
+def _places(target: str, plan: ExpertPlan, spec: ModelSpec | None) -> str:
+    """The text of an engine's placement file.
+
+    Raises: ConfigError where it is not known which layers have experts.
+    """
+    if spec is None:
+        raise ConfigError(
+            "the deployment has a placement of its own, and which layers have experts is not known here: "
+            "--model has to be a preset, a config.json or a folder"
+        )
+    layer_idxs = [idx for idx, _ in spec.moe_layers]
+    no_load = np.zeros((len(layer_idxs), spec.moe_layers[0][1].num_experts))
+    made = placement_bytes(parse_target(target), plan, no_load, layer_idxs, len(spec.layers), ".json")
+    return made.decode()
 
 
 @cache

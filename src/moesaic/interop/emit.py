@@ -15,6 +15,7 @@ from moesaic.interop.launch import (
     Place,
     PlacementWriter,
     Shape,
+    can_be_placed,
     is_default_plan,
     places,
     shapes_of,
@@ -69,8 +70,9 @@ def emit(
     pairs: list[tuple[Launch, Launch | None, int]] = []
     shapes = shapes_of(deployment, spec, devices_per_node)
     for shape in shapes:
-        text = _placement(shape, placement, spec)
-        lacks += LACKS[engine](shape, inventory, placement)
+        write = placement if can_be_placed(shape) else None
+        text = _placement(shape, write, spec)
+        lacks += LACKS[engine](shape, inventory, write)
         lacks += _divisions(shape, spec, engine)
         made, more = _launches(shape, model, inventory, places(shape), text, spec)
         launches += made

@@ -263,6 +263,12 @@ def common_lacks(shape: Shape, title: str) -> list[Lack]:
     return found + _plan_lacks(shape, title)
 
 
+def can_be_placed(shape: Shape) -> bool:
+    """Whether a file of whole experts by slot says where they are: equal ranks, equal shares, no slices."""
+    is_whole = shape.instance.layout.experts.size("tp") == 1 and not shape.instance.layout.is_split
+    return is_whole and not _plan_lacks(shape, "")
+
+
 def _plan_lacks(shape: Shape, title: str) -> list[Lack]:
     plan, path = shape.instance.plan, shape.path
     found = []

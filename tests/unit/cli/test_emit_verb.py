@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from deployments import deployment, instance, model
+from deployments import deployment, instance, model, with_places_of_its_own, with_uneven_shares
 from typer.testing import CliRunner
 
 from moesaic.cli.main import build_app
@@ -64,6 +64,31 @@ def test_lines_and_files_are_written(helix, wide, tmp_path):
     run(wide, "--for", "vllm", "--model", "m", "-o", str(folder), "--kubernetes", "--image", "own/image:1")
     assert {"serve-node0.sh", "serve-node1.sh", "manifest.yaml"} <= {path.name for path in folder.iterdir()}
     assert 'image: "own/image:1"' in (folder / "manifest.yaml").read_text()
+
+
+def test_places_of_its_own_become_the_engines_file(tmp_path):
+    path, out = tmp_path / "placed.json", tmp_path / "out"
+    placed = with_places_of_its_own(instance(V3, dp=16, ep=16, redundant=16))
+    path.write_text(deployment(V3, placed, formats=FP8).to_json())
+    assert run(str(path), "--for", "sglang", "-o", str(out)).exit_code == 0
+    rows = json.loads((out / "serve.experts.json").read_text())["physical_to_logical_map"]
+    assert len(rows) == 61
+    assert rows[3] == placed.plan.slot_expert[0].tolist()  # layers 0 to 2 are dense
+    assert run(str(path), "--for", "trtllm", "-o", str(out)).exit_code == 0
+    assert f"  3: {rows[3]}" in (out / "serve.balancer.yaml").read_text()
+    nameless = run(str(path), "--for", "sglang", "--model", "m")
+    assert nameless.exit_code == 0, nameless.output  # the digest says which preset it is
+
+
+def test_shares_are_refused_and_partial_writes_no_file(tmp_path):
+    path, out = tmp_path / "shared.json", tmp_path / "out"
+    shared = with_uneven_shares(instance(V3, dp=16, ep=16, redundant=16))
+    path.write_text(deployment(V3, shared, formats=FP8).to_json())
+    refused = run(str(path), "--for", "sglang")
+    assert "plan.slot_share = uneven" in str(refused.exception)
+    shown = run(str(path), "--for", "sglang", "--partial", "-o", str(out))
+    assert shown.exit_code == 0, shown.output
+    assert not (out / "serve.experts.json").exists()
 
 
 def test_json_has_the_promised_keys(wide):
