@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import wraps
-from inspect import Parameter, Signature, signature
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +22,7 @@ from moesaic.cli.options import (
     Model,
     NumericsName,
     Threads,
+    with_options,
 )
 from moesaic.errors import ConfigError, MoesaicError
 from moesaic.units import parse_bytes
@@ -122,27 +120,8 @@ class Options:
             raise typer.Exit(3)
 
 
-def _with_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb with every field of `Options` as an option; together they reach it as `options`."""
-    hints, shared = get_type_hints(Options, include_extras=True), fields(Options)
-    own = [one for one in signature(verb, eval_str=True).parameters.values() if one.name != "options"]
-    added = [
-        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
-        for one in shared
-    ]
-
-    @wraps(verb)
-    def command(**given: Any) -> None:
-        verb(options=Options(**{one.name: given.pop(one.name) for one in shared}), **given)
-
-    parameters = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in own] + added
-    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {one.name: one.annotation for one in parameters}
-    return command
-
-
 @app.command("throughput")
-@_with_options
+@with_options(Options)
 def throughput_command(
     model: Model,
     *,
@@ -194,7 +173,7 @@ def throughput_command(
 
 
 @app.command("serve")
-@_with_options
+@with_options(Options)
 def serve_command(
     *,
     url: Annotated[str, typer.Option(help="Address of the server, as in http://127.0.0.1:8000.")],

@@ -59,7 +59,11 @@ VERBS = (
         "Place experts and copies so that GPUs are evenly busy.",
     ),
     Verb("bench", "moesaic.cli.bench:app", "Measure throughput and latency, in process or against a server."),
-    Verb("simulate", "moesaic.cli.simulate:app", "Study a mechanism on made-up traffic, without a model."),
+    Verb(
+        "simulate",
+        "moesaic.cli.simulate:app",
+        "Count what a mechanism does to made-up or recorded traffic.",
+    ),
 )
 
 EXTRA_OF = {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Annotated, Any
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -25,6 +28,29 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an en
 def defaults_of(kind: type[Any]) -> dict[str, Any]:
     """The defaults that a dataclass states, so that no verb states them again."""
     return {field.name: field.default for field in fields(kind)}
+
+
+def with_options(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A verb with every field of a dataclass as an option; together they reach it as `options`."""
+    hints, shared = get_type_hints(kind, include_extras=True), fields(kind)
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        own = [one for one in signature(verb, eval_str=True).parameters.values() if one.name != "options"]
+        added = [
+            Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+            for one in shared
+        ]
+
+        @wraps(verb)
+        def command(**given: Any) -> None:
+            verb(options=kind(**{one.name: given.pop(one.name) for one in shared}), **given)
+
+        parameters = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in own] + added
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return decorate
 
 
 ENGINE_DEFAULTS = defaults_of(EngineConfig)

@@ -1,4 +1,4 @@
-"""`moesaic simulate`: studies of mechanisms on made-up traffic. No model, no torch."""
+"""`moesaic simulate`: mechanisms on made-up or recorded traffic, counted. No weights, no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from moesaic.cli.gate_view import render
+from moesaic.cli.simulate_engine import fleet_command, serve_command
+from moesaic.cli.simulate_layer import capacity_command, ep_command, pingpong_command
 from moesaic.planner.sim.case import GateCase
 
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -17,7 +19,7 @@ DEFAULT = GateCase()
 
 @app.callback()
 def simulate() -> None:
-    """Study a mechanism on made-up traffic, without a model."""
+    """Count what a mechanism does to made-up or recorded traffic, without weights."""
 
 
 @app.command("gate")
@@ -63,3 +65,10 @@ def gate_command(
     typer.echo(
         json.dumps(dataclasses.asdict(report), indent=2, allow_nan=False) if as_json else render(report)
     )
+
+
+app.command("pingpong")(pingpong_command)
+app.command("ep")(ep_command)
+app.command("capacity")(capacity_command)
+app.command("serve")(serve_command)
+app.command("fleet")(fleet_command)

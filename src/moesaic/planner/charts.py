@@ -18,6 +18,7 @@ _STYLE: Any = {
     "axes.grid": True,
     "grid.alpha": 0.3,
 }
+MAX_NAMED = 96  # bars of a timeline that have room for a number
 COLOURS = ("#3465a4", "#cc8400", "#4e9a06", "#a40000", "#75507b", "#888a85")
 
 
@@ -75,6 +76,27 @@ def lines(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], x_label
         for (name, (x, y)), colour in zip(series.items(), COLOURS, strict=False):
             axes.plot(x, y, marker=".", label=name, color=colour)
         axes.legend()
+        return _svg(figure)
+
+
+def timeline(stations: Sequence[str], spans: Sequence[tuple[str, int, float, float]], x_label: str) -> str:
+    """One row per station, the first on top; a bar per visit, coloured and named by its job.
+
+    Shapes:  spans are (station, job, start, length).
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(x_label, "", height=0.8 + 0.4 * len(stations))
+        place = {name: idx for idx, name in enumerate(stations)}
+        for station, job, start, length in spans:
+            colour = COLOURS[job % len(COLOURS)]
+            axes.barh(place[station], length, left=start, color=colour, edgecolor="white", linewidth=0.6)
+            if len(spans) <= MAX_NAMED:
+                axes.text(
+                    start + length / 2, place[station], str(job + 1), ha="center", va="center", color="white"
+                )
+        axes.set_yticks(range(len(stations)), stations)
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
         return _svg(figure)
 
 

@@ -193,6 +193,19 @@ class KvLedger:
         """Blocks and slots over all groups."""
         return sum(self.num_blocks)
 
+    def watch(self) -> None:
+        """Collect from now on which blocks become findable and stop being so, for a fleet's directory."""
+        for i in self._paged[:1]:  # every group holds the same keys, windows fewer of them
+            self._pools[i].changes = []
+
+    def take_changes(self) -> tuple[tuple[KvKey, bool], ...]:
+        """(key, is findable) in order, since the last call."""
+        pools = [self._pools[i] for i in self._paged[:1]]
+        found = tuple(change for pool in pools for change in pool.changes or ())
+        for pool in pools:
+            pool.changes = []
+        return found
+
     # -- the life of a grant -----------------------------------------------------------------------
 
     def match(self, keys: Sequence[KvKey], num_tokens: int) -> Match:

@@ -27,6 +27,9 @@ class BlockPool:
         self._key_of: list[KvKey | None] = [None] * num_blocks
         self._block_of: dict[KvKey, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently dropped first
+        self.changes: list[tuple[KvKey, bool]] | None = (
+            None  # (key, is findable now), once someone collects them
+        )
 
     @property
     def num_available(self) -> int:
@@ -83,6 +86,8 @@ class BlockPool:
         if self._key_of[block_id] is None and key not in self._block_of:
             self._key_of[block_id] = key
             self._block_of[key] = block_id
+            if self.changes is not None:
+                self.changes.append((key, True))
 
     def forget(self, block_id: int) -> None:
         """Make a block's content unfindable; its holders keep it."""
@@ -90,6 +95,8 @@ class BlockPool:
         if key is not None:
             del self._block_of[key]
             self._key_of[block_id] = None
+            if self.changes is not None:
+                self.changes.append((key, False))
 
     def check(self, holders: Mapping[int, int]) -> None:
         """Verify the pool against the true number of holders per block; for tests, O(num_blocks)."""

@@ -194,15 +194,26 @@ class PrefixAffinity:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KvAffinity:
+    """The instance that holds most of the prompt; where that is below `least_hit` of it, the least loaded."""
+
+    kind: Literal["kv_affinity"] = "kv_affinity"
+    least_hit: float = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoadAffinity:
-    """The highest hit_weight x (share of the prompt cached there) - load_weight x (its load)."""
+    """The highest hit_weight x (share of the prompt cached there) - load_weight x (its load).
+
+    Load is the prompt tokens that wait there, by those of this prompt.
+    """
 
     kind: Literal["load_affinity"] = "load_affinity"
-    hit_weight: float = 1.0
+    hit_weight: float = 2.0  # a miss is computed, and its copy displaces others: `simulate fleet`
     load_weight: float = 1.0
 
 
-RoutePolicy = RoundRobin | PrefixAffinity | LoadAffinity
+RoutePolicy = RoundRobin | PrefixAffinity | KvAffinity | LoadAffinity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
