@@ -13,6 +13,7 @@ from moesaic.cli.progress import Progress
 from moesaic.cli.simulate_engine_view import fleet_text, serve_text
 from moesaic.cli.simulate_output import charts, show, write_svg
 from moesaic.errors import ConfigError
+from moesaic.units import parse_bytes
 
 if TYPE_CHECKING:
     from moesaic.planner.sim.engine import EngineCase
@@ -48,6 +49,10 @@ class Options:
     max_tokens_per_step: Annotated[int, typer.Option(help="A longer prompt is computed in chunks.")] = 8192
     max_model_len: Annotated[
         int | None, typer.Option(help="Context [default: the model's, up to 131072].")
+    ] = None
+    kv_bytes: Annotated[
+        str | None,
+        typer.Option(help="KV pool of a replica, as in 40GiB [default: what the devices have left]."),
     ] = None
     trace: Annotated[
         Path | None, typer.Option(help="Mooncake JSONL or Azure CSV [default: made-up conversations].")
@@ -142,7 +147,8 @@ class Options:
             formats = format_choices(spec, self.weights, self.kv, self.dispatch)[0].formats
             parts = EngineParts(spec, machines, self.profile, formats, shares)
             split = split_for(spec, machines, parse_pins(self.layout), parts, one_replica=one_replica)
-        return parts.engine(split, limits, has_prefix_cache=has_prefix_cache)
+        kv_bytes = None if self.kv_bytes is None else parse_bytes(self.kv_bytes)
+        return parts.engine(split, limits, has_prefix_cache=has_prefix_cache, kv_bytes=kv_bytes)
 
     def targets(self) -> tuple[float | None, float | None]:
         """(TTFT, TPOT) asked for, in seconds.

@@ -74,7 +74,7 @@ def fleet_text(model: str, case: EngineCase, words: str, report: FleetReport, mi
         "  promised, gone: tokens that the directory said were cached and were not, of all prompt tokens",
         *_objectives(missed),
         "Routing policies and KV ledgers are the router's and engine's own. Steps flow instead of being",
-        "planned one by one, requests reserve room for their answers, the cache counts 512 tokens a block; step",
+        "planned one by one, requests reserve room for their answers, a cache block has 512 tokens; step",
         f"times are {case.step.profile.source} (profile {case.step.profile.name}).",
     ]
     return "\n".join(lines)

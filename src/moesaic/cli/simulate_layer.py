@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moesaic.cli.simulate_output import bars, charts, show, write_svg
-from moesaic.cli.simulate_view import capacity_text, chunk_text, ep_text, pingpong_text
+from moesaic.cli.simulate_view import capacity_text, ep_text, pingpong_text
 from moesaic.errors import ConfigError
 from moesaic.spec.families import read_config
 from moesaic.spec.hardware import cluster
@@ -112,8 +112,8 @@ def ep_command(
     as_json: Json = False,
 ) -> None:
     """Drawn or recorded routing over GPUs: imbalance before and after copies, traffic, chunked exchange."""
-    from moesaic.planner.sim.ep import EpCase, study_ep
-    from moesaic.planner.sim.ep_question import EpAnswer, priced_chunks, routing, sizes_of
+    from moesaic.planner.sim.ep import EpCase
+    from moesaic.planner.sim.ep_question import priced_exchange, routing, sizes_of, study
 
     plots = charts(svg)
     spec = None if model is None else read_config(locate(model).config, name=model)
@@ -127,19 +127,18 @@ def ep_command(
         num_trials=trials, seed=seed,
     )  # fmt: skip
     traffic, source = routing(spec, case, load=load, layer=layer, skew=skew, topics=topics)
-    report = study_ep(case, traffic, source)
-    chunks = priced_chunks(spec, machines, case, profile)
+    answer = study(case, traffic, source, priced_exchange(spec, machines, case, profile))
     if plots is not None and svg is not None:
-        if chunks is None:
-            x = list(case.tokens_per_gpu)
-            names = report.rows[0].placements
-            lines = {name: (x, [row.placements[name].rows.mean for row in report.rows]) for name in names}
+        if answer.chunks is None:
+            x, rows = list(case.tokens_per_gpu), answer.routing.rows
+            lines = {
+                name: (x, [row.placements[name].rows.mean for row in rows]) for name in rows[0].placements
+            }
             write_svg(svg, plots.lines(lines, "tokens per GPU", "busiest GPU / mean"))
         else:
-            line = chunks.timeline
+            line = answer.chunks.timeline
             write_svg(svg, plots.timeline(line.stations, bars(line, line.total_s), "ms"))
-    text = ep_text(report) + ("" if chunks is None else "\n\n" + chunk_text(machine or "", chunks))
-    show(EpAnswer(routing=report, chunks=chunks), text, is_json=as_json)
+    show(answer, ep_text(answer, machine or ""), is_json=as_json)
 
 
 def capacity_command(

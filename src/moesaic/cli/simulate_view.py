@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from textwrap import wrap
 
 from moesaic.cli.simulate_output import gantt
 from moesaic.planner.sim.burst import BurstReport
-from moesaic.planner.sim.chunking import ChunkReport
+from moesaic.planner.sim.chunking import ChunkReport, MessageRow
 from moesaic.planner.sim.ep import EpReport
+from moesaic.planner.sim.ep_question import MAX_COUNTED, EpAnswer
 from moesaic.planner.sim.pingpong import PingPongStudy
 
 WIDTH = 108
@@ -48,8 +50,23 @@ def pingpong_text(name: str, report: PingPongStudy, shown_s: float) -> str:
     return "\n".join(lines)
 
 
-def ep_text(report: EpReport) -> str:
-    """Imbalance by batch, and copies over the wires."""
+def ep_text(answer: EpAnswer, machine: str) -> str:
+    """Imbalance by batch, copies over the wires; with a machine the exchange in chunks, and messages."""
+    lines = _routing(answer.routing)
+    if answer.chunks is not None:
+        lines += ["", *_chunks(machine, answer.chunks), "", *_messages(answer.messages)]
+    return "\n".join(lines)
+
+
+def _messages(rows: Sequence[MessageRow]) -> list[str]:
+    """Aggregation of a GPU's dispatch."""
+    lines = [
+        f"{'a GPU dispatches up to ' + str(MAX_COUNTED) + ' tokens in':<40}{'messages':>10}{'one by one':>14}"
+    ]
+    return lines + [f"  {row.name:<38}{row.num_messages:>10.1f}{_us(row.seconds):>14}" for row in rows]
+
+
+def _routing(report: EpReport) -> list[str]:
     case = report.case
     lines = [
         f"{case.num_experts} experts, top-{case.experts_per_token}, over {case.num_gpus} GPUs in "
@@ -88,11 +105,10 @@ def ep_text(report: EpReport) -> str:
     lines.append(
         "  closed forms are of equally popular experts; once per node: then on over the link inside it"
     )
-    return "\n".join(lines)
+    return lines
 
 
-def chunk_text(machine: str, report: ChunkReport) -> str:
-    """The exchange in chunks."""
+def _chunks(machine: str, report: ChunkReport) -> list[str]:
     lines = [
         f"one layer on {machine}, {report.tokens} tokens per GPU; dispatch and combine on own streams",
         f"{'chunk':>8}{'chunks':>8}{'simulated':>13}{'closed form':>13}{'no expert computes':>20}",
@@ -103,8 +119,7 @@ def chunk_text(machine: str, report: ChunkReport) -> str:
             f"{row.chunk_tokens:>8}{row.num_chunks:>8}{_us(row.simulated_s):>13}{_us(row.closed_form_s):>13}"
             f"{_us(row.exposed_s):>20}{mark}"
         )
-    lines += ["", *gantt(report.timeline)]
-    return "\n".join(lines)
+    return [*lines, "", *gantt(report.timeline)]
 
 
 def capacity_text(report: BurstReport) -> str:

@@ -17,6 +17,7 @@ from moesaic.spec.deployment import (
     Grid,
     Instance,
     Interval,
+    KvAffinity,
     KvTier,
     Layout,
     LoadAffinity,
@@ -127,6 +128,7 @@ def deployments(draw: st.DrawFn) -> Deployment:
     routes = [
         RoundRobin(),
         PrefixAffinity(num_blocks=draw(sizes)),
+        KvAffinity(least_hit=draw(st.floats(0, 1))),
         LoadAffinity(load_weight=draw(st.floats(0, 9))),
     ]
     interval = Interval(low=1.0, high=draw(st.floats(1, 100)))

@@ -17,6 +17,7 @@ from moesaic.cost.ops import Context, Formats
 from moesaic.cost.profile import Profile
 from moesaic.errors import ConfigError
 from moesaic.planner.sim.line import Timeline, run_line
+from moesaic.planner.sim.traffic import TopicTraffic
 from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import ModelSpec, MoeSpec
 
@@ -125,9 +126,10 @@ def study_chunks(exchange: Exchange, sizes: Sequence[int] | None = None) -> Chun
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageRow:
-    """One way of putting rows into messages, for the messages that one GPU sends in a dispatch.
+    """One way of putting the rows that a GPU dispatches into messages: mean over GPUs.
 
-    Units:  seconds: a latency a message, and the bytes by the rate.
+    Units:  seconds: a latency a message one after the other, and the bytes by the rate of the network, or of
+            the link where there is none between the GPUs.
     """
 
     name: str
@@ -136,19 +138,28 @@ class MessageRow:
 
 
 def study_messages(
-    targets_TK: np.ndarray, experts_TK: np.ndarray, row_bytes: float, latency_s: float, rate: float
+    exchange: Exchange, traffic: TopicTraffic, num_tokens: int, seed: int
 ) -> tuple[MessageRow, ...]:
-    """The same rows as a message each, one per expert, and one per GPU: what aggregation saves.
+    """A message per row, per expert and per GPU, for `num_tokens` of each GPU: what putting together saves.
 
-    Shapes:  GPU and expert of each choice of one GPU's tokens, those that stay left out as -1.
+    Rows are those of each choice that leaves its GPU, under contiguous placement.
     """
-    is_sent = targets_TK >= 0
-    rows = int(is_sent.sum())
-    moved_s = rows * row_bytes / rate
+    gpus, moe, cluster = exchange.cluster.num_devices, exchange.moe, exchange.cluster
+    rng = np.random.default_rng(seed)
+    topics = rng.integers(0, len(traffic.popularity_ZE), num_tokens * gpus)
+    experts_TK = traffic.draw(rng, topics, moe.experts_per_token)
+    target_TK = experts_TK * gpus // moe.num_experts
+    home_TK = np.broadcast_to((np.arange(len(experts_TK)) % gpus)[:, None], experts_TK.shape)
+    is_sent = target_TK != home_TK
+    is_far = gpus > cluster.link_domain
+    latency_s = comm.network_latency(cluster) if is_far else comm.link_latency(cluster)
+    rate = (comm.network_rate if is_far else comm.link_rate)(cluster, exchange.profile)
+    num_rows = int(is_sent.sum()) / gpus
+    moved_s = num_rows * moe.row_width * exchange.formats.dispatch_bits / 8 / rate
     counts = {
-        "a message per row": rows,
-        "one per expert": len(np.unique(experts_TK[is_sent])),
-        "one per GPU": len(np.unique(targets_TK[is_sent])),
+        "a message per row": num_rows,
+        "one per expert": len(np.unique((home_TK * moe.num_experts + experts_TK)[is_sent])) / gpus,
+        "one per GPU": len(np.unique((home_TK * gpus + target_TK)[is_sent])) / gpus,
     }
     return tuple(
         MessageRow(name=name, num_messages=count, seconds=count * latency_s + moved_s)

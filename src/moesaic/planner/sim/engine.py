@@ -36,6 +36,7 @@ class EngineCase:
     first_s: float = 0.0  # what every request waits beside queue and steps
     kv_block: int = KV_BLOCK
     has_prefix_cache: bool = True
+    kv_pool_bytes: int | None = None  # of each attention replica; None: what weights and buffers leave
 
     def __post_init__(self) -> None:
         if self.step.split.pp != 1:
@@ -54,6 +55,8 @@ class EngineCase:
 
         Raises: CapacityError when the weights leave nothing.
         """
+        if self.kv_pool_bytes is not None:
+            return self.kv_pool_bytes
         step, limits = self.step, self.limits
         parts = memory_per_rank(
             step.model, step.split, num_seqs=0.0, context=0.0, max_rows=float(limits.max_tokens_per_step),

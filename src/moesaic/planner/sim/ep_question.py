@@ -11,13 +11,20 @@ from moesaic.cost.calibrated import profile_named
 from moesaic.errors import ConfigError
 from moesaic.planner.load_file import read_load
 from moesaic.planner.question import format_choices
-from moesaic.planner.sim.chunking import ChunkReport, Exchange, study_chunks
-from moesaic.planner.sim.ep import EpCase, EpReport
+from moesaic.planner.sim.chunking import (
+    ChunkReport,
+    Exchange,
+    MessageRow,
+    study_chunks,
+    study_messages,
+)
+from moesaic.planner.sim.ep import EpCase, EpReport, study_ep
 from moesaic.planner.sim.traffic import TopicTraffic, max_mean
 from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import ModelSpec
 
 DEFAULT_EXPERTS, DEFAULT_TOP_K = 256, 8  # of DeepSeek-V3
+MAX_COUNTED = 128  # tokens of a GPU whose messages are counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +32,8 @@ class EpAnswer:
     """What `moesaic simulate ep` prints."""
 
     routing: EpReport
-    chunks: ChunkReport | None  # with a model and a machine
+    chunks: ChunkReport | None  # with a model and a machine, for the largest batch
+    messages: tuple[MessageRow, ...] = ()  # likewise
 
 
 def sizes_of(model: ModelSpec | None, experts: int | None, top_k: int | None) -> tuple[int, int]:
@@ -72,10 +80,10 @@ def routing(
     return TopicTraffic(popularity_ZE=popularity_LE[idx : idx + 1]), words
 
 
-def priced_chunks(
+def priced_exchange(
     model: ModelSpec | None, machines: Cluster | None, case: EpCase, profile: str
-) -> ChunkReport | None:
-    """The exchange of the largest batch in chunks; None without a machine.
+) -> Exchange | None:
+    """The exchange of the largest batch; None without a machine.
 
     Raises: ConfigError for a machine without a model, and for other GPUs than the machine's.
     """
@@ -87,10 +95,19 @@ def priced_chunks(
         raise ConfigError(
             f"--gpus {case.num_gpus} are not the {machines.num_devices} of --machine {machines}"
         )
-    formats = format_choices(model, "stored", "bfloat16", None)[0].formats
-    return study_chunks(
-        Exchange(
-            model=model, cluster=machines, tokens=max(case.tokens_per_gpu),
-            profile=profile_named(profile, machines), formats=formats,
-        )
+    return Exchange(
+        model=model, cluster=machines, tokens=max(case.tokens_per_gpu),
+        profile=profile_named(profile, machines),
+        formats=format_choices(model, "stored", "bfloat16", None)[0].formats,
+    )  # fmt: skip
+
+
+def study(case: EpCase, traffic: TopicTraffic, source: str, exchange: Exchange | None) -> EpAnswer:
+    """Imbalance and copies, and with a priced exchange its chunks and messages."""
+    report = study_ep(case, traffic, source)
+    if exchange is None:
+        return EpAnswer(routing=report, chunks=None)
+    return EpAnswer(
+        routing=report, chunks=study_chunks(exchange),
+        messages=study_messages(exchange, traffic, min(exchange.tokens, MAX_COUNTED), case.seed),
     )  # fmt: skip

@@ -85,14 +85,16 @@ class EngineParts:
         layers = len(model.layers)
         self.first_s = 0.0 if fitted is None else fitted.first_s + fitted.first_layer_s * layers
 
-    def engine(self, split: Split, limits: Limits, *, has_prefix_cache: bool = True) -> EngineCase:
+    def engine(
+        self, split: Split, limits: Limits, *, has_prefix_cache: bool = True, kv_bytes: int | None = None
+    ) -> EngineCase:
         """The engine of a layout."""
         return EngineCase(
             step=StepCase(
                 model=self.model, cluster=self.machines, split=split, profile=self.profile,
                 formats=self.formats, shares=self.shares,
             ),
-            limits=limits, first_s=self.first_s, has_prefix_cache=has_prefix_cache,
+            limits=limits, first_s=self.first_s, has_prefix_cache=has_prefix_cache, kv_pool_bytes=kv_bytes,
         )  # fmt: skip
 
 
