@@ -54,7 +54,7 @@ def test_reversed_signs_are_caught() -> None:
             seen = 1.0 / factor if fill is None else fill
             return min(max(factor + self.fill_gain * seen - self.overflow_gain * overflow, 1.0), 2.0)
 
-    found = study_burst(CASE, Reversed(), (2.0,)).row("adaptive")
+    found = study_burst(CASE, Reversed(), ()).row("adaptive")
     after = [factor for at_s, factor in found.factors if at_s > 8.0]
     assert min(after) == max(after) == 2.0  # nothing brings it down again
 

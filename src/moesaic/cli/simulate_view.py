@@ -8,7 +8,7 @@ from textwrap import wrap
 from moesaic.cli.simulate_output import gantt
 from moesaic.planner.sim.burst import BurstReport
 from moesaic.planner.sim.chunking import ChunkReport, MessageRow
-from moesaic.planner.sim.ep import EpReport
+from moesaic.planner.sim.ep import EpReport, Spread
 from moesaic.planner.sim.ep_question import MAX_COUNTED, EpAnswer
 from moesaic.planner.sim.pingpong import PingPongStudy
 
@@ -77,20 +77,19 @@ def _routing(report: EpReport) -> list[str]:
             WIDTH,
         ),
         "",
-        f"{'tokens':>8}{'per':>9}{'experts':>9}{'busiest':>16}   "
-        + "".join(f"{'busiest GPU, ' + name:>36}" for name in report.rows[0].placements),
-        f"{'per GPU':>8}{'expert':>9}{'touched':>9}{'expert':>16}   "
-        + "".join(f"{'rows':>16}{'arrivals':>11}{'busy':>9}" for _ in report.rows[0].placements),
+        f"{'tokens':>8}{'per':>8}{'experts':>9}{'busiest':>16} "
+        + "".join(f"{'busiest GPU, ' + name:>31}" for name in report.rows[0].placements),
+        f"{'per GPU':>8}{'expert':>8}{'touched':>9}{'expert':>16} "
+        + "".join(f"{'rows':>15}{'arrivals':>10}{'busy':>6}" for _ in report.rows[0].placements),
     ]
     for row in report.rows:
         cells = "".join(
-            f"{one.rows.mean:>9.2f} +-{one.rows.deviation:>5.2f}{one.arrivals.mean:>11.2f}"
-            f"{one.utilisation:>9.0%}"
+            f"{_spread(one.rows, 15)}{one.arrivals.mean:>10.2f}{one.utilisation:>6.0%}"
             for one in row.placements.values()
         )
         lines.append(
-            f"{row.tokens_per_gpu:>8}{row.mean_per_expert:>9.3g}{row.touched:>9.1f}"
-            f"{row.experts.mean:>9.2f} +-{row.experts.deviation:>5.2f}   {cells}"
+            f"{row.tokens_per_gpu:>8}{row.mean_per_expert:>8.3g}{row.touched:>9.1f}"
+            f"{_spread(row.experts, 16)} {cells}"
         )
     lines += [
         "  busiest by the mean; rows are computed, arrivals received (a token once per GPU); busy: mean GPU",
@@ -167,6 +166,10 @@ def _response(report: BurstReport) -> list[str]:
         cells = "".join("#" if round(value * 10) >= level else " " for value in seen)
         lines.append(f"  {level / 10:.1f} |{cells}".rstrip())
     return [*lines, f"  {'':3} +{'-' * 95}", f"  {'':4} 0 s{report.case.duration_s:>90.0f} s"]
+
+
+def _spread(found: Spread, width: int) -> str:
+    return f"{f'{found.mean:.2f} +-{found.deviation:5.2f}':>{width}}"
 
 
 def _ms(seconds: float) -> str:

@@ -87,6 +87,7 @@ def test_a_load_that_cannot_be_evened_is_not_called_even() -> None:
 def test_neither_torch_nor_scipy_is_imported() -> None:
     code = (
         "import sys; from moesaic.planner.sim.study import study_gates; import moesaic.cli.simulate\n"
+        "import moesaic.planner.sim.serve, moesaic.planner.sim.fleet, moesaic.planner.sim.burst\n"
         "assert not {'torch', 'scipy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
