@@ -17,7 +17,9 @@ def cli_page() -> str:
     from moesaic.cli.main import VERBS
 
     verbs = [[]] + [[verb.name] for verb in VERBS]
-    verbs += [["bench", "throughput"], ["bench", "serve"], ["simulate", "gate"]]
+    verbs += [["bench", "throughput"], ["bench", "serve"]]
+    studies = ("gate", "pingpong", "ep", "capacity", "serve", "fleet")
+    verbs += [["simulate", study] for study in studies]
     parts = [NOTE, "# Command line\n"]
     for verb in verbs:
         shown = " ".join(["moesaic", *verb])

@@ -52,7 +52,7 @@ class Options:
         Path | None, typer.Option(help="File of prompts, one a line or .jsonl: realistic routing.")
     ] = None
     trace: Annotated[
-        Path | None, typer.Option(help="Trace (.jsonl): arrivals, lengths, shared prefixes.")
+        Path | None, typer.Option(help="Trace, JSONL or CSV: arrivals, lengths, shared prefixes.")
     ] = None
     trace_scale: Annotated[float, typer.Option(help="Lengths of the trace times this.")] = 1.0
     trace_speed: Annotated[float, typer.Option(help="Arrivals of the trace so many times faster.")] = 1.0

@@ -88,7 +88,7 @@ def _routing(report: EpReport) -> list[str]:
             for one in row.placements.values()
         )
         lines.append(
-            f"{row.tokens_per_gpu:>8}{row.mean_per_expert:>8.3g}{row.touched:>9.1f}"
+            f"{row.tokens_per_gpu:>8}{row.mean_per_expert:>8,.4g}{row.touched:>9.1f}"
             f"{_spread(row.experts, 16)} {cells}"
         )
     lines += [

@@ -24,7 +24,8 @@ class FactorPolicy:
     A target of 1 / most or above is refused: rows fill 1 / factor of the places, so an idle factor would run
     away from 1 / target on either side, up as well as down.
 
-    Raises: ConfigError for gains, bounds or a target out of range.
+    Source:  gains, window and bounds of lecture notes on MoE serving, whose formula has the signs reversed.
+    Raises:  ConfigError for gains, bounds or a target out of range.
     """
 
     window_s: float = 0.5
@@ -33,7 +34,7 @@ class FactorPolicy:
     most: float = 2.0
     fill_gain: float = 0.1
     overflow_gain: float = 0.3
-    target: float = 0.4
+    target: float = 0.4  # guess: of the places; below 1 / most
 
     def __post_init__(self) -> None:
         for name in ("window_s", "start", "least", "most", "fill_gain", "overflow_gain", "target"):

@@ -55,7 +55,8 @@ def read_trace(path: Path, *, limit: int | None = None, sort: bool = False) -> t
     if limit is not None and limit < 1:
         raise ConfigError(f"a trace is cut to at least 1 request, got {limit}")
     found: list[tuple[int, TraceRow]] = []
-    for number, row in _json_rows(path, lines) if first.lstrip().startswith("{") else _csv_rows(path, lines):
+    reader = _json_rows if first.lstrip()[:1] in "{[" else _csv_rows
+    for number, row in reader(path, lines):
         if found and not sort:
             if row.at_s < found[-1][1].at_s:
                 raise ConfigError(

@@ -82,12 +82,12 @@ def test_trace_scaled_and_cut(trace):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"timestamp": 0, "input_length": 5, "output_length": 1}, "line 1: has no 'hash_ids'"),
+        ({"timestamp": 0, "input_length": 5, "hash_ids": [1]}, "line 1: has no 'output_length'"),
         (
             {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]},
             "need 2 hash_ids of 512",
         ),
-        ({"timestamp": -1, "input_length": 6, "output_length": 1, "hash_ids": [1]}, "negative"),
+        ({"timestamp": -1, "input_length": 6, "output_length": 1, "hash_ids": [1]}, "at least 0"),
         ([1], "must be a JSON object"),
     ],
 )
@@ -115,3 +115,13 @@ def test_a_recorded_trace(shared_data):
     assert load.items[0].prompt[:5] == load.items[1].prompt[:5], (
         "the trace's first requests share a system prompt"
     )
+
+
+def test_prompts_of_a_trace_without_ids_share_nothing(tmp_path):
+    path = tmp_path / "trace.csv"
+    rows = ["2023-11-16 18:15:46.5,600,3", "2023-11-16 18:15:47.0,600,4"]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    first, second = TraceLoad.read(path, num_prompts=5, vocab=500).workload(0).items
+    assert (len(first.prompt), first.at_s, second.at_s, second.output_len) == (600, 0.0, 0.5, 4)
+    assert first.prompt[:40] != second.prompt[:40]
+    assert first.prompt[:40] != first.prompt[512:552]

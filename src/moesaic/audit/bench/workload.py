@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from moesaic.errors import ConfigError
+from moesaic.spec.workload import TRACE_BLOCK, TraceRow, read_trace
 
-TRACE_BLOCK = 512
-"""Tokens of one hash id in a trace. Source: kvcache-ai/Mooncake, FAST25-release/README.md."""
 UNIFORM = "uniform random tokens: routing is not realistic (give --prompts FILE for a MoE load that is)"
 
 
@@ -102,12 +101,11 @@ class PromptLoad:
 class TraceLoad:
     """Arrivals, lengths and shared prefixes of a recorded trace; the tokens themselves are random.
 
-    A line: {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [one per 512 prompt tokens]}.
-    Equal leading hash ids mean equal leading tokens.
+    Equal leading hash ids mean equal leading tokens; prompts of a trace without them share nothing.
     """
 
     path: Path
-    rows: tuple[dict[str, Any], ...]
+    rows: tuple[TraceRow, ...]
     vocab: int
     max_model_len: int | None = None  # rows that are longer are left out, and counted
     length_scale: float = 1.0  # lengths and blocks times this
@@ -121,45 +119,27 @@ class TraceLoad:
 
     @classmethod
     def read(cls, path: Path, *, num_prompts: int, **settings: Any) -> TraceLoad:
-        """The first `num_prompts` rows of a JSONL file.
+        """The first `num_prompts` rows of a file.
 
         Raises: ConfigError naming the file, the line and the field.
         """
-        rows: list[dict[str, Any]] = []
-        for number, line in enumerate(_lines(path), 1):
-            if len(rows) == num_prompts:
-                break
-            row = _object(path, number, line)
-            for name in ("timestamp", "input_length", "output_length", "hash_ids"):
-                if name not in row:
-                    raise ConfigError(f"{path}, line {number}: has no {name!r}")
-            if min(row["timestamp"], row["input_length"] - 1, row["output_length"]) < 0:
-                raise ConfigError(f"{path}, line {number}: negative timestamp or length")
-            if len(row["hash_ids"]) * TRACE_BLOCK < row["input_length"]:
-                num_needed = -(-row["input_length"] // TRACE_BLOCK)
-                raise ConfigError(
-                    f"{path}, line {number}: {row['input_length']} tokens need {num_needed} hash_ids of "
-                    f"{TRACE_BLOCK}, got {len(row['hash_ids'])}"
-                )
-            rows.append(row)
-        return cls(path=path, rows=tuple(rows), **settings)
+        return cls(path=path, rows=read_trace(path, limit=num_prompts), **settings)
 
     def workload(self, run_idx: int) -> Workload:
         """The requests of one run: arrivals and lengths are the same in each, tokens are not."""
         items = []
-        start_ms = self.rows[0]["timestamp"]
-        for row in self.rows:
-            input_len = max(1, round(row["input_length"] * self.length_scale))
-            output_len = max(1, round(row["output_length"] * self.length_scale))
+        for idx, row in enumerate(self.rows):
+            input_len = max(1, round(row.prompt_tokens * self.length_scale))
+            output_len = max(1, round(row.output_tokens * self.length_scale))
             if self.max_model_len is not None and input_len + output_len > self.max_model_len:
                 continue
+            ids = row.hash_ids or tuple(-1 - idx for _ in range(-(-row.prompt_tokens // TRACE_BLOCK)))
             items.append(
                 Item(
-                    prompt=self._tokens(row["hash_ids"], input_len, run_idx),
-                    output_len=output_len,
-                    at_s=(row["timestamp"] - start_ms) / 1000 / self.speed,
+                    prompt=self._tokens(ids, input_len, run_idx), output_len=output_len,
+                    at_s=row.at_s / self.speed,
                 )
-            )
+            )  # fmt: skip
         if not items:
             raise ConfigError(
                 f"every row of {self.path.name} is longer than the context of {self.max_model_len} tokens: "
@@ -179,7 +159,9 @@ class TraceLoad:
         for hash_id in hash_ids:
             if len(tokens) >= input_len:
                 break
-            generator = np.random.default_rng([self.seed, run_idx, hash_id])
+            # A prompt without ids has negative ones: its blocks are drawn on from one generator of its own.
+            key = [hash_id] if hash_id >= 0 else [-hash_id, len(tokens)]
+            generator = np.random.default_rng([self.seed, run_idx, *key])
             tokens += generator.integers(0, self.vocab, size=block).tolist()
         while len(tokens) < input_len:  # rounding of a scaled block
             tokens.append(tokens[len(tokens) % block])
