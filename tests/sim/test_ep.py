@@ -103,6 +103,8 @@ def test_copies_over_the_wire_equal_their_closed_forms() -> None:
     for one in report.copies.values():
         assert one.copies == pytest.approx(one.closed, rel=0.02)
         assert one.across_nodes == pytest.approx(one.across_nodes_closed, rel=0.03)
+    assert report.payload == pytest.approx(expected_copies(256, 8, 32) / 31, rel=0.01)
+    assert report.payload <= report.payload_most == pytest.approx(8 / 31)
     across = [one.across_nodes for one in report.copies.values()]
     assert across == sorted(across, reverse=True)  # each way sends less than the one before
     assert report == study_ep(case, EVEN, "even")

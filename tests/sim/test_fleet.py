@@ -121,6 +121,15 @@ def test_an_engine_that_forgets_a_release_shows() -> None:
     assert requests[1].end_s is None
 
 
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-next-80b-a3b"])
+def test_windows_and_states_are_given_back_and_states_reuse_nothing(name: str) -> None:
+    case = engine_case(name=name, machines="h200x2", split=Split(tp=2, expert_tp=2), kv_tokens=None,
+                       max_num_seqs=8, max_tokens=2048, max_model_len=16_384)  # fmt: skip
+    found = simulate_fleet(case, ROWS[:40], num_engines=2, policies={"one": LoadAffinity()})
+    assert found.rows[0].num_finished == 40
+    assert found.has_prefix_cache == (found.rows[0].hit_rate > 0) == (name == "gpt-oss-20b")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from moesaic.planner.sim.fleet import FleetReport
     from moesaic.planner.sim.serve import Percentiles, ServeReport
 
+NO_CACHE = "none, as asked, or as a layer keeps a state and can reuse no prefix"
+
 
 def serve_text(model: str, case: EngineCase, words: str, report: ServeReport, missed: Sequence[str]) -> str:
     """What requests waited for, and what the engine did."""
@@ -32,7 +34,8 @@ def serve_text(model: str, case: EngineCase, words: str, report: ServeReport, mi
         "",
         f"throughput    {report.request_rate:.3g} requests/s, {report.output_tokens_per_s:,.0f} answer and "
         f"{report.prompt_tokens_per_s:,.0f} prompt tokens/s",
-        f"prefix cache  {report.prefix_hit:.1%} of prompt tokens found",
+        "prefix cache  "
+        + (f"{report.prefix_hit:.1%} of prompt tokens found" if report.has_prefix_cache else NO_CACHE),
         f"KV pool       {report.kv_blocks:,} blocks of {case.kv_block}, at most {report.kv_peak:.0%} in use; "
         f"{report.num_preemptions} preemptions",
         f"steps         {report.num_steps:,}, {report.mean_batch:.1f} rows each, busy {report.busy:.0%} "
@@ -72,6 +75,7 @@ def fleet_text(model: str, case: EngineCase, words: str, report: FleetReport, mi
         "  * no other policy has both more hits and a lower P99; one endless cache would have "
         f"{report.best_hit_rate:.1%}",
         "  promised, gone: tokens that the directory said were cached and were not, of all prompt tokens",
+        *([] if report.has_prefix_cache else [f"  prefix cache: {NO_CACHE}"]),
         *_objectives(missed),
         "Routing policies and KV ledgers are the router's and engine's own. Steps flow instead of being",
         "planned one by one, requests reserve room for their answers, a cache block has 512 tokens; step",

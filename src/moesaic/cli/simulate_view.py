@@ -104,6 +104,16 @@ def _routing(report: EpReport) -> list[str]:
     lines.append(
         "  closed forms are of equally popular experts; once per node: then on over the link inside it"
     )
+    lines.append(
+        f"buffers with room for every token of every other GPU carry {report.payload:.1%}, at most "
+        f"k / (D - 1) = {report.payload_most:.1%}"
+    )
+    if report.variation is not None:
+        decode, prefill = report.variation["decode"], report.variation["prefill"]
+        lines.append(
+            f"an expert's share varies by {decode:.2f} of its mean between batches of many requests, by "
+            f"{prefill:.2f} of four"
+        )
     return lines
 
 

@@ -38,7 +38,7 @@ def trace(tmp_path: Path) -> str:
     ("arguments", "first", "last"),
     [
         (PINGPONG, "given times: attention 1 ms", "8 ms"),
-        (EP, "16 experts, top-2, over 4 GPUs in 1 nodes", "the link inside it"),
+        (EP, "16 experts, top-2, over 4 GPUs in 1 nodes", "= 66.7%"),
         (CAPACITY, "8 experts, top-2, 4096 tokens a step", "32 s"),
         (
             (*SERVE, "--requests", "8", "--rate", "9"),
@@ -68,8 +68,8 @@ def test_each_verb_is_one_screen(arguments: tuple[str, ...], first: str, last: s
         (EP, {"routing", "chunks", "messages"}),
         (
             (*FLEET, "--requests", "5"),
-            {"num_engines", "num_requests", "num_cut", "num_too_long", "staleness_s", "kv_tokens",
-             "best_hit_rate", "rows"},
+            {"num_engines", "num_requests", "num_cut", "num_too_long", "staleness_s", "kv_tokens", "rows",
+             "has_prefix_cache", "best_hit_rate"},
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

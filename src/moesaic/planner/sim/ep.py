@@ -12,9 +12,10 @@ import numpy as np
 
 from moesaic.cost.load import Slots, placed_slots
 from moesaic.errors import ConfigError
-from moesaic.planner.sim.traffic import TopicTraffic, counted, max_mean
+from moesaic.planner.sim.traffic import TopicTraffic, counted, max_mean, share_variation
 from moesaic.spec.experts import FloatArray, IntArray
 
+VARIED_TOKENS = 4000  # of the batches whose expert shares are compared
 MAX_DRAWS = 600_000_000  # pairs of token and expert that a study of a minute draws
 
 
@@ -130,6 +131,9 @@ class EpReport:
     hottest_popularity: float  # of one expert by the mean
     rows: tuple[BatchRow, ...]
     copies: Mapping[str, Copies]  # each choice; once per GPU; once per node, then over the link
+    payload: float  # part that buffers of every token for every other GPU would carry
+    payload_most: float  # were no two experts of a token on one GPU, and none on its own
+    variation: Mapping[str, float] | None  # of an expert's share between batches; None with one topic
 
 
 def study_ep(case: EpCase, traffic: TopicTraffic, source: str) -> EpReport:
@@ -143,11 +147,28 @@ def study_ep(case: EpCase, traffic: TopicTraffic, source: str) -> EpReport:
     }
     if not case.num_redundant:
         placements.popitem()
+    copies = _copies(case, traffic)
     return EpReport(
         case=case, source=source, hottest_popularity=max_mean(heat_E),
         rows=tuple(_row(case, traffic, placements, tokens) for tokens in case.tokens_per_gpu),
-        copies=_copies(case, traffic),
+        copies=copies, payload=copies["once per GPU"].copies / max(case.num_gpus - 1, 1),
+        payload_most=min(case.experts_per_token / max(case.num_gpus - 1, 1), 1.0),
+        variation=_variation(case, traffic),
     )  # fmt: skip
+
+
+def _variation(case: EpCase, traffic: TopicTraffic) -> dict[str, float] | None:
+    """Decode, a token of each of many requests, beside prefill, as many tokens of few."""
+    if len(traffic.popularity_ZE) == 1:
+        return None
+    rng = np.random.default_rng([case.seed, 1])
+    return {
+        name: share_variation(
+            traffic, rng, num_requests=requests, tokens_per_request=VARIED_TOKENS // requests,
+            num_chosen=case.experts_per_token, num_batches=case.num_trials,
+        )
+        for name, requests in (("decode", VARIED_TOKENS), ("prefill", 4))
+    }  # fmt: skip
 
 
 def _row(

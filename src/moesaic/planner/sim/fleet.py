@@ -63,6 +63,7 @@ class FleetReport:
     num_too_long: int
     staleness_s: float
     kv_tokens: int  # of one engine
+    has_prefix_cache: bool  # not where a layer keeps a state: it reuses no prefix
     best_hit_rate: float  # with one endless cache for all
     rows: tuple[PolicyRow, ...]
 
@@ -116,6 +117,7 @@ def simulate_fleet(
     return FleetReport(
         num_engines=num_engines, num_requests=len(rows), num_cut=num_cut,
         num_too_long=num_too_long + len(kept) - len(fits), staleness_s=staleness_s, kv_tokens=room or 0,
+        has_prefix_cache=ledger.has_prefix_cache,
         best_hit_rate=best_hit_rate(fits, keys), rows=_with_front(found),
     )  # fmt: skip
 
@@ -181,6 +183,9 @@ class _FleetRun:
 
         self.clock.at(rows[0].at_s, lambda: arrive(0))
         self.clock.run()
+        left = sum(request.end_s is None for request in self.requests)
+        if left:
+            raise RuntimeError(f"{name}: {left} requests never ended, and nothing is left to happen")
         return self._row(name)
 
     def _send(self, idx: int, row: TraceRow, keys: list[KvKey]) -> None:

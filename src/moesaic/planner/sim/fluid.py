@@ -126,7 +126,6 @@ class FluidEngine:
             return
         self._queue.popleft()
         self._queued_tokens -= head.prompt_tokens - head.promised
-        self.ledger.extend(grant, head.prompt_tokens + head.output_tokens)
         head.num_cached, head.start_s = match.num_tokens, self._clock.now_s
         self.computed_tokens += head.prompt_tokens - match.num_tokens
         self._prompt, self._left = (head, grant), 1.0
@@ -150,7 +149,7 @@ class FluidEngine:
         return 1.0 / seconds, steps / seconds
 
     def _begin_answer(self, prompt: FluidRequest, grant: Grant) -> None:
-        self.ledger.commit(grant, prompt.prompt_tokens, prompt.keys)
+        self._commit(prompt, grant)
         self._prompt = None
         prompt.first_s = self._clock.now_s
         self._changed()
@@ -158,6 +157,17 @@ class FluidEngine:
         self._positions += prompt.prompt_tokens + prompt.output_tokens / 2
         end = self._steps + prompt.output_tokens - 1  # the first token came with the prompt
         heapq.heappush(self._answers, (end, self._count, prompt, grant))
+
+    def _commit(self, prompt: FluidRequest, grant: Grant) -> None:
+        """Note a prompt as computed, in the chunks of a step: windows give back what falls out of them."""
+        done = prompt.num_cached
+        while done < prompt.prompt_tokens:
+            reach = min(self.ledger.reach(grant), done + self._limits.max_tokens_per_step)
+            if reach <= done:
+                raise RuntimeError(f"request {prompt.request_id}: its window has no free block at {done}")
+            done = min(reach, prompt.prompt_tokens)
+            self.ledger.extend(grant, done)
+            self.ledger.commit(grant, done, prompt.keys)
 
     def _end(self, request: FluidRequest, grant: Grant) -> None:
         self._positions -= request.prompt_tokens + request.output_tokens / 2

@@ -64,6 +64,7 @@ class ServeReport:
     tpot_s: Percentiles | None
     latency_s: Percentiles | None
     queue_s: Percentiles | None
+    has_prefix_cache: bool  # not where a layer keeps a state: it reuses no prefix
     prefix_hit: float  # part of the prompt tokens found in the cache
     num_preemptions: int
     num_steps: int
@@ -182,6 +183,8 @@ class _Run:
             for _ in range(min(concurrency, len(self.rows))):
                 self._send_next()
         self.clock.run()
+        if self.scheduler.has_work:
+            raise RuntimeError("requests are waiting, nothing runs, and none of them can be planned")
 
     def _arrival(self, idx: int) -> None:
         def arrive() -> None:
@@ -262,6 +265,7 @@ class _Run:
             ),
             latency_s=percentiles([w.last_s - w.at_s + fixed_s for w in done]),
             queue_s=percentiles([w.start_s - w.at_s for w in done if w.start_s is not None]),
+            has_prefix_cache=self.scheduler.replicas[0].ledger.has_prefix_cache,
             prefix_hit=stats.cached_tokens_total / max(stats.prompt_tokens_total, 1),
             num_preemptions=stats.preemptions_total, num_steps=stats.steps_total,
             busy=self.busy_s / duration_s, mean_batch=self.num_rows / max(stats.steps_total, 1),
