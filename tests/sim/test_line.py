@@ -38,7 +38,7 @@ def test_equal_times_happen_in_the_order_they_were_asked_for() -> None:
         clock.at(float("nan"), clock.run)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(times, times, times, st.integers(1, 8), st.integers(1, 8))
 def test_ping_pong_equals_its_closed_form(a: float, e: float, c: float, many: int, layers: int) -> None:
     one = stage(a, e, c)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Self
 
 QUIET_S = 2.0
 EVERY_S = 0.5  # on a terminal
@@ -11,7 +12,7 @@ EVERY_PLAIN_S = 10.0  # in a file, where lines stay
 
 
 class Progress:
-    """Called with the part done and a few words; `close` ends the line."""
+    """Called with the part done and a few words, inside a `with` that clears the line at its end."""
 
     def __init__(self) -> None:
         self._start_s = time.monotonic()
@@ -32,8 +33,10 @@ class Progress:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Leave the line as it was found."""
         if self._width:
             print(f"\r{'':<{self._width}}\r", end="", file=sys.stderr, flush=True)
-            self._width = 0

@@ -198,9 +198,8 @@ def serve_command(
         model, deployment=deployment, max_waiting=max_waiting, has_prefix_cache=not no_prefix_cache
     )
     rows, words = options.rows(500)
-    progress = Progress()
-    report = simulate_serve(case, rows, concurrency=concurrency, progress=progress)
-    progress.close()
+    with Progress() as progress:
+        report = simulate_serve(case, rows, concurrency=concurrency, progress=progress)
     missed = report.missed(*targets)
     if plots is not None and options.svg is not None:
         at = report.series["at_s"]
@@ -257,11 +256,10 @@ def fleet_command(
     }  # fmt: skip
     case = options.engine(model, one_replica=True)
     rows, words = options.rows(None)
-    progress = Progress()
-    report = simulate_fleet(
-        case, rows, num_engines=engines, staleness_s=staleness_s, policies=policies, progress=progress
-    )
-    progress.close()
+    with Progress() as progress:
+        report = simulate_fleet(
+            case, rows, num_engines=engines, staleness_s=staleness_s, policies=policies, progress=progress
+        )
     if plots is not None and options.svg is not None:
         points = {
             row.policy: ([row.hit_rate], [row.ttft_s.p[99] if row.ttft_s else 0.0]) for row in report.rows

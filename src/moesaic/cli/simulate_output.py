@@ -21,8 +21,15 @@ COLUMNS = 84  # of a timeline, beside its labels
 
 
 def charts(svg: Path | None) -> ModuleType | None:
-    """The plots, when one is asked for: before a simulation, as matplotlib may be missing."""
-    return None if svg is None else import_module("moesaic.planner.charts")
+    """The plots, when one is asked for: before a simulation, as matplotlib may be missing.
+
+    Raises: ConfigError when the file is not called .svg.
+    """
+    if svg is None:
+        return None
+    if svg.suffix != ".svg":
+        raise ConfigError(f"{svg}: the picture is an SVG; call it so, as in {svg.with_suffix('.svg')}")
+    return import_module("moesaic.planner.charts")
 
 
 def show(report: Any, text: str, *, is_json: bool) -> None:
@@ -34,12 +41,10 @@ def show(report: Any, text: str, *, is_json: bool) -> None:
 
 
 def write_svg(path: Path, text: str) -> None:
-    """A picture of its own: the plot on white.
+    """A picture as a file of its own.
 
-    Raises: ConfigError when the file is not called .svg, or cannot be written.
+    Raises: ConfigError when it cannot be written.
     """
-    if path.suffix != ".svg":
-        raise ConfigError(f"{path}: the picture is an SVG; call it so, as in {path.with_suffix('.svg')}")
     try:
         path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesaic.errors import ConfigError
@@ -36,6 +36,7 @@ def test_the_signs_of_the_formula_that_is_quoted_are_the_wrong_way_round() -> No
     assert POLICY.after(1.3, fill=0.9, overflow=0.0) < 1.3 < quoted
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.floats(1, 2), st.floats(0, 1), st.floats(0, 1))
 def test_the_factor_stays_within_its_bounds(factor: float, fill: float, overflow: float) -> None:
     assert 1.0 <= POLICY.after(factor, fill=fill, overflow=overflow) <= 2.0

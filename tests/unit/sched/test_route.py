@@ -86,7 +86,7 @@ def test_a_directory_counts_leading_blocks_and_forgets() -> None:
     assert directory.hits(()) == [0, 0, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 14), st.booleans()), max_size=30))
 def test_the_changes_of_a_ledger_are_what_it_holds(script) -> None:
     """Whatever is reserved, committed and released, the reports add up to what a match would find."""
