@@ -64,11 +64,11 @@ def test_a_late_directory_promises_what_is_gone_and_misses_what_is_there() -> No
     small = engine_case(max_num_seqs=32, max_tokens=2048, max_model_len=8192, kv_tokens=8192)
     policies = {"kv": KvAffinity()}
     fresh, late = (
-        simulate_fleet(small, ROWS[:150], num_engines=2, staleness_s=staleness, policies=policies).rows[0]
+        simulate_fleet(small, ROWS, num_engines=3, staleness_s=staleness, policies=policies).rows[0]
         for staleness in (0.0, 1.0)
     )
     assert fresh.stale_share + fresh.missed_share < late.stale_share + late.missed_share
-    assert fresh.hit_rate > late.hit_rate
+    assert fresh.hit_rate > late.hit_rate + 0.02
     assert late.num_finished == fresh.num_finished
 
 

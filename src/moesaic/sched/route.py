@@ -78,8 +78,8 @@ def choose(
         # A prompt without a full block has no prefix to share.
         return rendezvous(keys[: policy.num_blocks][-1], len(views)) if keys else turn % len(views)
     if isinstance(policy, KvAffinity):
-        return kv_affinity(views, prompt_tokens, policy)
-    return load_affinity(views, prompt_tokens, policy)
+        return kv_affinity(views, turn, prompt_tokens, policy)
+    return load_affinity(views, turn, prompt_tokens, policy)
 
 
 def rendezvous(key: bytes, count: int) -> int:
@@ -90,20 +90,20 @@ def rendezvous(key: bytes, count: int) -> int:
     return max(range(count), key=lambda idx: digest_bytes(key, idx.to_bytes(4, "little")))
 
 
-def kv_affinity(views: Sequence[EngineView], prompt_tokens: int, policy: KvAffinity) -> int:
-    """The most hits; where they are few, or alike, the engine with the least to do."""
+def kv_affinity(views: Sequence[EngineView], turn: int, prompt_tokens: int, policy: KvAffinity) -> int:
+    """The most hits; where they are few, or alike, the engine with the least to do, then in turn."""
     least = policy.least_hit * prompt_tokens
 
     def rank(idx: int) -> tuple[int, int, int, int]:
         view = views[idx]
         hit = view.hit_tokens if view.hit_tokens >= least else 0
-        return -hit, view.pending_tokens, view.num_running, idx
+        return -hit, view.pending_tokens, view.num_running, (idx - turn) % len(views)
 
     return min(range(len(views)), key=rank)
 
 
-def load_affinity(views: Sequence[EngineView], prompt_tokens: int, policy: LoadAffinity) -> int:
-    """The best score of `LoadAffinity`; ties to the fewest running requests.
+def load_affinity(views: Sequence[EngineView], turn: int, prompt_tokens: int, policy: LoadAffinity) -> int:
+    """The best score of `LoadAffinity`; ties to the fewest running requests, then in turn.
 
     At equal weights that is the engine with the fewest tokens to compute before the answer begins.
     """
@@ -111,6 +111,6 @@ def load_affinity(views: Sequence[EngineView], prompt_tokens: int, policy: LoadA
     def rank(idx: int) -> tuple[float, int, int]:
         view = views[idx]
         score = policy.hit_weight * view.hit_tokens - policy.load_weight * view.pending_tokens
-        return -score / max(prompt_tokens, 1), view.num_running, idx
+        return -score / max(prompt_tokens, 1), view.num_running, (idx - turn) % len(views)
 
     return min(range(len(views)), key=rank)
