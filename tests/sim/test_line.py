@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.cost.pingpong import Stage, pipeline_seconds
+from moesaic.cost.pingpong import Stage, overlapped_seconds, pipeline_seconds
 from moesaic.errors import ConfigError
 from moesaic.planner.sim.clock import Clock
 from moesaic.planner.sim.line import run_line
-from moesaic.planner.sim.pingpong import study_ping_pong, timeline, unchecked_paper_seconds
+from moesaic.planner.sim.pingpong import study_ping_pong, timeline
 
 times = st.floats(0.05, 2.0)
 
@@ -91,7 +91,7 @@ def test_a_study_says_where_the_papers_formula_holds_and_how_many_are_enough() -
     even = study_ping_pong(stage(1, 1, 0.3), num_layers=56, shown=1, most=3)
     assert even.rows[0].paper_s is None
     assert even.rows[2].paper_s == pytest.approx(even.rows[2].simulated_s)
-    assert unchecked_paper_seconds(stage(1, 1, 0.3), 1, 56) == pytest.approx(57.6)  # simulated: 145.6
+    assert overlapped_seconds(stage(1, 1, 0.3), 1, 56) == pytest.approx(57.6)  # simulated: 145.6
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_a_recorded_load_routes_and_a_machine_prices_the_exchange(tmp_path: Path
         (("pingpong",), "needs times: --attention-ms"),
         (("pingpong", "mixtral-8x22b"), "--machine is missing"),
         (("pingpong", "mixtral-8x22b", "--machine", "a800x8", "--expert-ms", "1"), "not both"),
-        (("pingpong", "deepseek-v3", "--machine", "h800x8"), "layers are all alike"),
+        (("pingpong", "llama-3-70b", "--machine", "h800x8"), "a dense model has no experts"),
         (("pingpong", "mixtral-8x22b", "--machine", "a800x8", "--tp", "0"), "--tp must be at least 1"),
         ((*PINGPONG[:-2], "--layers", "0", "--micro-batches", "0"), "must be at least 1"),
         (("ep", "--gpus", "24"), "nearest numbers of GPUs are 16 and 32"),

@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moesaic.cost.calibrated import profile_named
-from moesaic.cost.ops import Work
+from moesaic.cost.load import EVEN
+from moesaic.cost.ops import Formats, Work
 from moesaic.cost.pingpong import (
-    Sides,
     Stage,
     fewest_micro_batches,
+    paper_micro_batches,
     paper_seconds,
     pipeline_seconds,
-    stage,
 )
+from moesaic.cost.two_sided import Sides, TwoSides, stage
 from moesaic.errors import ConfigError
 from moesaic.planner.sim.line import Timeline, run_line
 from moesaic.spec.hardware import Cluster
@@ -102,10 +103,9 @@ def study_ping_pong(one: Stage, *, num_layers: int, shown: int, most: int) -> Pi
                 else None,
             )
         )  # fmt: skip
-    forward_s = max(attention_s, expert_s)
     return PingPongStudy(
         attention_s=attention_s, expert_s=expert_s, transfer_s=transfer_s, num_layers=num_layers,
-        fewest=fewest_micro_batches(one), paper_fewest=math.ceil(2 * (1 + transfer_s / forward_s) - 1e-9),
+        fewest=fewest_micro_batches(one), paper_fewest=paper_micro_batches(one),
         rows=tuple(rows), chosen=timeline(one, shown, num_layers),
     )  # fmt: skip
 
@@ -132,30 +132,23 @@ class TwoSidedCase:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
 
     def stage(self, model: ModelSpec) -> Stage:
-        """The times of the micro-batch in one layer.
+        """The times of the micro-batch in the first sparse layer, experts being equally busy.
 
-        Raises: ConfigError for a model whose layers are not all alike and sparse.
+        Raises: ConfigError for a dense model.
         """
         num_experts = max((moe.num_experts for _, moe in model.moe_layers), default=1)
+        profiles = (
+            profile_named(self.profile, self.attention),
+            profile_named(self.profile, self.experts),
+        )
         return stage(
-            model, self.attention, self.experts,
-            Sides(
-                num_attention=self.nodes, attention_tp=self.tp, num_experts=num_experts,
-                expert_tp=self.expert_tp,
+            model, Sides(attention=self.attention, experts=self.experts, profiles=profiles),
+            TwoSides(
+                num_attention=self.nodes, tp=self.tp, ep=num_experts, expert_tp=self.expert_tp,
+                num_redundant=0, num_micro_batches=1,
             ),
-            Work(num_seqs=self.batch, new_tokens=1, past=self.context),
-            profile=profile_named(self.profile, self.attention),
+            Work(num_seqs=self.batch, new_tokens=1, past=self.context), formats=Formats(), shares=EVEN,
         )  # fmt: skip
-
-
-def unchecked_paper_seconds(one: Stage, num_micro_batches: int, num_layers: int) -> float:
-    """Formula (5) without its conditions: what a reader who skips them believes.
-
-    Source: MegaScale-Infer, arXiv:2504.02263, eq. 5.
-    """
-    attention_s, expert_s, transfer_s = _times(one)
-    total = attention_s + expert_s + 2 * transfer_s
-    return total + max(attention_s, expert_s) * (num_micro_batches * num_layers - 1)
 
 
 def _times(one: Stage) -> tuple[float, float, float]:
