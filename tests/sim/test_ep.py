@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from moesaic.cost.calibrated import profile_named
-from moesaic.cost.layouts import copies_per_token
+from moesaic.cost.exchange import copies_once
 from moesaic.cost.load import placed_slots
 from moesaic.cost.ops import Formats
 from moesaic.cost.profile import PAPER
 from moesaic.errors import ConfigError
 from moesaic.planner.sim.chunking import Exchange, study_chunks
-from moesaic.planner.sim.ep import EpCase, expected_copies, gpu_rows, study_ep
+from moesaic.planner.sim.ep import EpCase, gpu_rows, study_ep
 from moesaic.planner.sim.traffic import TopicTraffic, _first_distinct, _race, max_mean, share_variation
 from moesaic.spec.families import read_config
 from moesaic.spec.hardware import cluster
@@ -103,20 +103,12 @@ def test_copies_over_the_wire_equal_their_closed_forms() -> None:
     for one in report.copies.values():
         assert one.copies == pytest.approx(one.closed, rel=0.02)
         assert one.across_nodes == pytest.approx(one.across_nodes_closed, rel=0.03)
-    assert report.payload == pytest.approx(expected_copies(256, 8, 32) / 31, rel=0.01)
+    assert report.payload == pytest.approx(copies_once(1, 8, 32, 256) / 31, rel=0.01)
     assert report.payload <= report.payload_most == pytest.approx(8 / 31)
     across = [one.across_nodes for one in report.copies.values()]
     assert across == sorted(across, reverse=True)  # each way sends less than the one before
     assert report == study_ep(case, EVEN, "even")
     assert report != study_ep(EpCase(tokens_per_gpu=(4,), num_trials=2, seed=1), EVEN, "even")
-
-
-def test_expected_copies_are_those_of_the_cost_model_and_of_the_text() -> None:
-    moe = read_config(locate("deepseek-v3").config, name="x").moe_layers[0][1]
-    assert 128 * expected_copies(256, 8, 64) == pytest.approx(967.145, rel=1e-4)
-    assert expected_copies(8, 2, 4) == pytest.approx(1.39, abs=0.005)
-    once = float(np.asarray(copies_per_token(moe, 64.0, profile_named("calibrated", cluster("h800")))))
-    assert expected_copies(256, 8, 64) == pytest.approx(once)
 
 
 @pytest.mark.parametrize(

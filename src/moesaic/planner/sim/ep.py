@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moesaic.cost.exchange import copies_once, copies_over_nodes, copies_sent, payload_share
 from moesaic.cost.load import Slots, placed_slots
 from moesaic.errors import ConfigError
 from moesaic.planner.sim.traffic import TopicTraffic, counted, max_mean, share_variation
@@ -152,7 +153,7 @@ def study_ep(case: EpCase, traffic: TopicTraffic, source: str) -> EpReport:
         case=case, source=source, hottest_popularity=max_mean(heat_E),
         rows=tuple(_row(case, traffic, placements, tokens) for tokens in case.tokens_per_gpu),
         copies=copies, payload=copies["once per GPU"].copies / max(case.num_gpus - 1, 1),
-        payload_most=min(case.experts_per_token / max(case.num_gpus - 1, 1), 1.0),
+        payload_most=payload_share(case.experts_per_token, max(case.num_gpus, 2)),
         variation=_variation(case, traffic),
     )  # fmt: skip
 
@@ -263,33 +264,24 @@ def _copies(case: EpCase, traffic: TopicTraffic) -> dict[str, Copies]:
     gpus = _reached(target_TK, home_T, case.num_gpus)
     is_far = np.arange(case.num_gpus)[None, :] // case.gpus_per_node != own_T[:, None]
     nodes = _reached(node_TK, own_T, case.num_nodes)
-    k, gpu_count, node_count = case.experts_per_token, case.num_gpus, case.num_nodes
-    per_gpu, per_node = (expected_copies(case.num_experts, k, count) for count in (gpu_count, node_count))
-    far_part = (gpu_count - case.gpus_per_node) / max(gpu_count - 1, 1) if node_count > 1 else 0.0
-    all_far = k * (node_count - 1) / node_count
+    k, experts, gpus_all = case.experts_per_token, case.num_experts, case.num_gpus
+    per_gpu = copies_once(1, k, gpus_all, experts)
+    far, per_node = (
+        copies_over_nodes(1, k, gpus_all, case.gpus_per_node, experts) if case.num_nodes > 1 else (0.0, 0.0)
+    )
     return {
         "each choice": Copies(
             copies=float((target_TK != home_T[:, None]).sum(axis=1).mean()),
-            closed=k * (gpu_count - 1) / gpu_count,
-            across_nodes=float((node_TK != own_T[:, None]).sum(axis=1).mean()), across_nodes_closed=all_far,
+            closed=copies_sent(1, k, gpus_all),
+            across_nodes=float((node_TK != own_T[:, None]).sum(axis=1).mean()),
+            across_nodes_closed=copies_sent(1, k, case.num_nodes),
         ),
         "once per GPU": Copies(
             copies=float(gpus.sum(axis=1).mean()), closed=per_gpu,
-            across_nodes=float((gpus & is_far).sum(axis=1).mean()), across_nodes_closed=per_gpu * far_part,
+            across_nodes=float((gpus & is_far).sum(axis=1).mean()), across_nodes_closed=far,
         ),
         "once per node": Copies(
             copies=float(gpus.sum(axis=1).mean()), closed=per_gpu,
             across_nodes=float(nodes.sum(axis=1).mean()), across_nodes_closed=per_node,
         ),
     }  # fmt: skip
-
-
-def expected_copies(num_experts: int, experts_per_token: int, places: int) -> float:
-    """Places beside its own that a token is sent to, each once, for equally popular experts.
-
-    Source:  (W - 1) (1 - C(E - E / W, k) / C(E, k)), W places of E / W experts each.
-    """
-    absent = 1.0
-    for idx in range(experts_per_token):
-        absent *= max(num_experts - num_experts / places - idx, 0.0) / (num_experts - idx)
-    return (places - 1) * (1.0 - absent)
