@@ -12,6 +12,7 @@ from moesaic.cost.calibrated import profile_named, shipped
 from moesaic.cost.layouts import Split, split_of, step_cost
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.ops import Formats, Work
+from moesaic.cost.serving import Interference, launched_s
 from moesaic.cost.term import pick, step_seconds
 from moesaic.errors import ConfigError
 from moesaic.hashing import digest
@@ -81,20 +82,21 @@ class EngineParts:
         self.model, self.machines = model, machines
         self.formats, self.shares = formats, shares
         self.profile = profile_named(profile, machines)
-        fitted = shipped().interference(machines) if profile == "calibrated" else None
-        layers = len(model.layers)
-        self.first_s = 0.0 if fitted is None else fitted.first_s + fitted.first_layer_s * layers
+        self.waits = shipped().interference(machines) if profile == "calibrated" else Interference()
 
     def engine(
         self, split: Split, limits: Limits, *, has_prefix_cache: bool = True, kv_bytes: int | None = None
     ) -> EngineCase:
         """The engine of a layout."""
+        step = StepCase(
+            model=self.model, cluster=self.machines, split=split, profile=self.profile,
+            formats=self.formats, shares=self.shares,
+        )  # fmt: skip
+        prompt = Work(num_seqs=1.0, new_tokens=float(limits.max_tokens_per_step), past=0.0)
+        launched = float(np.asarray(launched_s(step.cost(prompt))))
         return EngineCase(
-            step=StepCase(
-                model=self.model, cluster=self.machines, split=split, profile=self.profile,
-                formats=self.formats, shares=self.shares,
-            ),
-            limits=limits, first_s=self.first_s, has_prefix_cache=has_prefix_cache, kv_pool_bytes=kv_bytes,
+            step=step, limits=limits, first_s=self.waits.first_s + self.waits.eager * launched,
+            has_prefix_cache=has_prefix_cache, kv_pool_bytes=kv_bytes,
         )  # fmt: skip
 
 
