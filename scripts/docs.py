@@ -18,7 +18,7 @@ def cli_page() -> str:
 
     verbs = [[]] + [[verb.name] for verb in VERBS]
     verbs += [["bench", "throughput"], ["bench", "serve"]]
-    studies = ("gate", "pingpong", "ep", "capacity", "serve", "fleet")
+    studies = ("gate", "pingpong", "ep", "capacity", "serve", "fleet", "drift")
     verbs += [["simulate", study] for study in studies]
     parts = [NOTE, "# Command line\n"]
     for verb in verbs:

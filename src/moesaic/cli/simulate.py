@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from moesaic.cli.gate_view import render
+from moesaic.cli.simulate_drift import drift_command
 from moesaic.cli.simulate_engine import fleet_command, serve_command
 from moesaic.cli.simulate_layer import capacity_command, ep_command, pingpong_command
 from moesaic.planner.sim.case import GateCase
@@ -72,3 +73,4 @@ app.command("ep")(ep_command)
 app.command("capacity")(capacity_command)
 app.command("serve")(serve_command)
 app.command("fleet")(fleet_command)
+app.command("drift")(drift_command)

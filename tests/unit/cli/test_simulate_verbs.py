@@ -27,6 +27,9 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(build_app("simulate"), ["simulate", *arguments])
 
 
+DRIFT = ("drift", "--experts", "16", "--top-k", "2", "--gpus", "4", "--redundant", "4", "--drift-s", "0")
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
     path = tmp_path / "trace.jsonl"
@@ -39,6 +42,7 @@ def trace(tmp_path: Path) -> str:
     [
         (PINGPONG, "given times: attention 1 ms", "8 ms"),
         (EP, "16 experts, top-2, over 4 GPUs in 1 nodes", "= 66.7%"),
+        (DRIFT, "16 experts, top-2, 4 copies over 4 GPUs", "9"),
         (CAPACITY, "8 experts, top-2, 4096 tokens a step", "32 s"),
         (
             (*SERVE, "--requests", "8", "--rate", "9"),
@@ -162,6 +166,9 @@ def test_a_recorded_load_routes_and_a_machine_prices_the_exchange(tmp_path: Path
         (("ep", "--layer", "3"), "--layer is one of a recorded load"),
         (("ep", "llama-3-70b"), "dense"),
         (("ep", "deepseek-v3", "--experts", "8"), "--experts 8 is not the model's 256"),
+        ((*DRIFT, "--redundant", "3"), "4 copies do"),
+        ((*DRIFT, "--topics", "1"), "two topics or more"),
+        ((*DRIFT, "--add-above", "0.5"), "drop_below"),
         (("capacity", "--burst", "0.5"), "a burst is at least 1"),
         (("capacity", "--static", "0.1"), "--static must be factors"),
         (("capacity", "--start", "9"), "the factor starts at 9"),
