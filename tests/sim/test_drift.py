@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from moesaic.placement.trigger import ReplicaRule
 
 from moesaic.errors import ConfigError
+from moesaic.placement.trigger import ReplicaRule
 from moesaic.planner.sim.drift import DriftCase, study_drift
 
 CASE = DriftCase(
