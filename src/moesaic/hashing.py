@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 DIGEST_BYTES = 16
@@ -18,6 +18,16 @@ def digest_bytes(*parts: bytes | memoryview) -> bytes:
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
     return hasher.digest()
+
+
+def rendezvous(key: bytes, names: Sequence[bytes]) -> int:
+    """Index of the name that a key belongs to. One more name takes its even part of the keys, and moves no
+    other: from 3 names to 4 a quarter of the keys move, where `hash % n` would move three quarters.
+
+    Source:  Thaler and Ravishankar, Using name-based mappings to increase hit rates, IEEE/ACM Trans. Netw. 6
+             (1998): the highest hash of (key, name) wins.
+    """
+    return max(range(len(names)), key=lambda idx: (digest_bytes(key, names[idx]), names[idx]))
 
 
 def digest(value: Any) -> str:

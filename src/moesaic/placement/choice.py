@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moesaic.errors import ConfigError
-from moesaic.hashing import digest_bytes
+from moesaic.hashing import rendezvous
 from moesaic.spec.experts import ExpertPlan, FloatArray, IntArray
 
 MAX_TABLE = 64  # entries of a row: shares are met to 1 / 64
@@ -72,15 +72,11 @@ def near_first(slots: IntArray, queued_P: FloatArray, node_P: IntArray, node_id:
     return least_loaded(near if len(near) else slots, queued_P)
 
 
-def rendezvous(key: bytes, names: Sequence[str]) -> str:
-    """The name that a key belongs to. One more name takes its even part of the keys, and moves no other.
+def replica_of_key(key: bytes, names: Sequence[str]) -> str:
+    """The replica that a key stays with, whichever others come and go.
 
-    From 3 names to 4, a quarter of the keys move; `hash % n` would move three quarters.
-
-    Source: Thaler and Ravishankar, Using name-based mappings to increase hit rates, IEEE/ACM Trans. Netw. 6
-            (1998): the highest hash of (key, name) wins.
     Raises: ConfigError when there is no name.
     """
     if not names:
         raise ConfigError("no replica to choose from: the list of names is empty")
-    return max(names, key=lambda name: (digest_bytes(key, name.encode()), name))
+    return names[rendezvous(key, [name.encode() for name in names])]

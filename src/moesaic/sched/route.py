@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moesaic.errors import ConfigError
-from moesaic.hashing import digest_bytes
+from moesaic.hashing import rendezvous
 from moesaic.sched.key import KvKey
 from moesaic.spec.deployment import KvAffinity, LoadAffinity, PrefixAffinity, RoundRobin, RoutePolicy
 
@@ -76,18 +76,11 @@ def choose(
         return turn % len(views)
     if isinstance(policy, PrefixAffinity):
         # A prompt without a full block has no prefix to share.
-        return rendezvous(keys[: policy.num_blocks][-1], len(views)) if keys else turn % len(views)
+        names = [idx.to_bytes(4, "little") for idx in range(len(views))]
+        return rendezvous(keys[: policy.num_blocks][-1], names) if keys else turn % len(views)
     if isinstance(policy, KvAffinity):
         return kv_affinity(views, turn, prompt_tokens, policy)
     return load_affinity(views, turn, prompt_tokens, policy)
-
-
-def rendezvous(key: bytes, count: int) -> int:
-    """One of `count` places for a key: a further place takes 1 / (count + 1) of all keys, and no other moves.
-
-    Source:  Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
-    """
-    return max(range(count), key=lambda idx: digest_bytes(key, idx.to_bytes(4, "little")))
 
 
 def kv_affinity(views: Sequence[EngineView], turn: int, prompt_tokens: int, policy: KvAffinity) -> int:

@@ -311,12 +311,12 @@ def test_json_has_every_value(tmp_path: Path, programs: Programs) -> None:
 
 
 def test_a_program_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "QUIET_S", 0.05)
+    monkeypatch.setattr(child, "QUIET_S", 0.01)
     told = {
         "result": str(tmp_path / "memory.json"), "buffer_bytes": 2 * MIB, "num_threads": 1, "budget_s": 3e3
     }  # fmt: skip
     with pytest.raises(ChildFailed, match="the memory process was ended after"):
-        run_program("moesaic.kernels.measure.memory", "memory", tmp_path, told, said, timeout_s=0.3)
+        run_program("moesaic.kernels.measure.memory", "memory", tmp_path, told, said, timeout_s=0.02)
 
 
 def test_a_program_that_fails_says_why(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moesaic.errors import ConfigError
-from moesaic.placement.choice import choice_table, least_loaded, near_first, rendezvous
+from moesaic.placement.choice import choice_table, least_loaded, near_first, replica_of_key
 from moesaic.spec.experts import ExpertPlan
 
 
@@ -65,8 +65,8 @@ def test_two_levels_keep_traffic_on_the_node_at_any_queue():
 
 def test_a_fourth_replica_takes_a_quarter_of_the_keys_and_moves_no_other():
     keys = [f"prefix {i}".encode() for i in range(4000)]
-    three = [rendezvous(key, ["a", "b", "c"]) for key in keys]
-    four = [rendezvous(key, ["a", "b", "c", "d"]) for key in keys]
+    three = [replica_of_key(key, ["a", "b", "c"]) for key in keys]
+    four = [replica_of_key(key, ["a", "b", "c", "d"]) for key in keys]
     moved = [new for old, new in zip(three, four, strict=True) if old != new]
     assert set(moved) == {"d"}
     assert len(moved) / len(keys) == pytest.approx(0.25, abs=0.02)
@@ -74,7 +74,7 @@ def test_a_fourth_replica_takes_a_quarter_of_the_keys_and_moves_no_other():
     by_modulo = sum(hash(key) % 3 != hash(key) % 4 for key in range(4000)) / 4000
     assert by_modulo == pytest.approx(0.75, abs=0.01)  # what hash % n would move
     with pytest.raises(ConfigError, match="list of names is empty"):
-        rendezvous(b"key", [])
+        replica_of_key(b"key", [])
 
 
 def test_a_prefix_keeps_its_node_so_its_experts_stay_local():
@@ -82,7 +82,7 @@ def test_a_prefix_keeps_its_node_so_its_experts_stay_local():
     rng = np.random.default_rng(0)
     nodes = ["0", "1", "2", "3"]
     prefers = {prefix: rng.choice(64, 8, replace=False) for prefix in range(40)}
-    home = {prefix: int(rendezvous(b"%d" % prefix, nodes)) for prefix in prefers}
+    home = {prefix: int(replica_of_key(b"%d" % prefix, nodes)) for prefix in prefers}
     wanted = np.zeros((64, 4))
     for prefix, experts in prefers.items():
         wanted[experts, home[prefix]] += 1
