@@ -97,7 +97,19 @@ def models_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"docs/cli.md": cli_page, "docs/metrics.md": metrics_page, "docs/models.md": models_page}
+def figures_page() -> str:
+    """Every figure of the table, by section."""
+    from moesaic.audit.figures.page import page
+
+    return NOTE + page()
+
+
+PAGES = {
+    "docs/cli.md": cli_page,
+    "docs/metrics.md": metrics_page,
+    "docs/models.md": models_page,
+    "docs/figures.md": figures_page,
+}
 
 
 def main() -> int:

@@ -64,6 +64,11 @@ VERBS = (
         "moesaic.cli.simulate:app",
         "Count what a mechanism does to made-up or recorded traffic.",
     ),
+    Verb(
+        "figures",
+        "moesaic.cli.figures:figures_command",
+        "Recompute figures that texts on MoE inference state.",
+    ),
 )
 
 EXTRA_OF = {
