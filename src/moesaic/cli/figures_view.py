@@ -13,6 +13,7 @@ from moesaic.audit.figures.sheet import Cell, Sheet
 from moesaic.audit.figures.table import VERDICTS, select
 
 WIDTH = 110
+LEAST_ROOM = 30  # of a last column
 
 
 def render(found: Sequence[Checked]) -> str:
@@ -77,18 +78,22 @@ def render_sheets(sheets: Iterable[Sheet]) -> str:
 
 
 def _table(sheet: Sheet) -> list[str]:
-    """Columns as wide as they need to be; text to the left, numbers to the right; long last columns wrap."""
+    """Columns as wide as they need to be; text to the left, numbers to the right; a long last one wraps."""
     cells = [list(sheet.columns), *([_cell(value) for value in row] for row in sheet.rows)]
     is_text = [any(isinstance(row[idx], str) for row in sheet.rows) for idx in range(len(sheet.columns))]
     widths = [max(len(row[idx]) for row in cells) for idx in range(len(sheet.columns))]
+    before = sum(width + 2 for width in widths[:-1]) + 2
+    room = max(WIDTH - before, LEAST_ROOM)
     lines = []
     for row in cells:
         shown = [
             cell.ljust(width) if text else cell.rjust(width)
-            for cell, width, text in zip(row, widths, is_text, strict=True)
+            for cell, width, text in zip(row[:-1], widths, is_text, strict=False)
         ]
-        lines.append(("  " + "  ".join(shown)).rstrip())
-    return lines
+        last = textwrap.wrap(row[-1], room) or [""] if is_text[-1] else [row[-1].rjust(widths[-1])]
+        lines.append("  " + "  ".join([*shown, last[0]]))
+        lines += [" " * before + more for more in last[1:]]
+    return [line.rstrip() for line in lines]
 
 
 def _is_number(value: Any) -> bool:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesaic.account.params import count_params
 from moesaic.audit.figures import memory, reading
 from moesaic.audit.figures.exercises import space_and_time
 from moesaic.audit.figures.registry import figure
 from moesaic.audit.figures.sheet import Sheet
 from moesaic.audit.figures.subjects import experts_of, model, one_expert_bytes
 from moesaic.audit.figures.table import figures
-from moesaic.cost.load import busiest_distinct, zipf_shares
-from moesaic.spec.hardware import machine
+from moesaic.cost.load import EVEN, busiest_distinct, zipf_shares
+from moesaic.cost.profile import PAPER
+from moesaic.planner.advice import habits as advise_habits
+from moesaic.planner.advice import suitability
+from moesaic.planner.compare import TRADES
+from moesaic.planner.demand import Demand
+from moesaic.planner.economy import economy
+from moesaic.planner.question import clusters_of, format_choices
+from moesaic.planner.search import Question, search
+from moesaic.spec.hardware import cluster, machine
 
 QWEN = "qwen3-235b-a22b"
 ROWS = (1, 4, 16, 40, 64, 256)
@@ -96,14 +103,24 @@ def dense_or_sparse() -> Sheet:
     """A dense 70B model next to Mixtral 8x7B."""
     rows = []
     for name in ("llama-3-70b", "mixtral-8x7b"):
-        params = count_params(model(name))
+        one = economy(model(name), cluster("h100x8"), batch=32, context=4096, profile=PAPER)
         rows.append(
-            (name, params.num_total / 1e9, 2 * params.num_total / 1e9, memory.model_gib(name),
-             params.num_active / 1e9, memory.kv_bytes(name, 4096) / 1e6)
+            (name, one.num_params / 1e9, one.weight_bytes / 1e9, memory.model_gib(name),
+             one.active_params / 1e9, one.flops_per_token / 1e9, one.kv_bytes_per_token / 1e3,
+             1e3 * one.step_s)
         )  # fmt: skip
     return Sheet(
-        title="dense 70B or Mixtral 8x7B, 16 bits",
-        columns=("model", "B parameters", "GB", "GiB", "B per token", "MB of KV at 4096 tokens"),
+        title="dense 70B or Mixtral 8x7B, 16 bits; a step is of 32 sequences of 4096 tokens on 8 H100",
+        columns=(
+            "model",
+            "B params",
+            "GB",
+            "GiB",
+            "B a token",
+            "GFLOP a token",
+            "kB of KV a token",
+            "ms a step",
+        ),
         rows=tuple(rows),
         figures=("S003-017", "S003-018", "S003-019", "S003-021"),
     )
@@ -148,26 +165,51 @@ def papers() -> Sheet:
                  rows=tuple(rows))  # fmt: skip
 
 
-def habits() -> Sheet:
-    """Habits and their reasons."""
-    return Sheet(
-        title="habits, and when sparse models suit",
-        columns=("do", "because"),
-        rows=(
-            ("count expert load before launch", "the busiest card sets the step: docs/simulate.md"),
-            ("divide hot and cold experts again from time to time", "topics move, and a plan ages with them"),
-            ("choose expert parallelism by bandwidth", "it sends k/n of what TP sends (S003-007)"),
-            ("quantise experts first", "they are nearly all of the bytes, and the router is nearly none"),
-            ("use a sparse model for many users and long outputs", "compute by active parameters (S003-021)"),
-            ("do not where memory is small or a single user wants least latency",
-             "all experts are stored, and small batches read most of them (S004-030)"),
+def advice() -> tuple[Sheet, ...]:
+    """What to do first, and whether a sparse model suits, for one model and machine."""
+    spec, cards = model("mixtral-8x7b"), cluster("h100x8")
+    demand = Demand(isl=1024, osl=512, tpot_s=0.05, concurrency=64)
+    lists = {
+        "habits: Mixtral 8x7B on 8 H100, 64 sequences": advise_habits(
+            spec, cards, PAPER, has_load=False, batch=64
         ),
+        "does it suit: 64 requests of 1024 + 512 tokens, 50 ms a token": suitability(spec, cards, demand),
+    }
+    return tuple(
+        Sheet(
+            title=title,
+            columns=("topic", "applies", "why"),
+            rows=tuple((one.topic, one.holds, one.reason) for one in found),
+        )
+        for title, found in lists.items()
+    )
+
+
+def ways() -> Sheet:
+    """The best plan of each way to deploy."""
+    spec = model("deepseek-v3")
+    demand = Demand(isl=1024, osl=512, tpot_s=0.05, objective="per-price")
+    answer = search(
+        Question(
+            model=spec, clusters=clusters_of(["h200x8x4"], []), demand=demand, profile="calibrated",
+            shares=EVEN, choices=format_choices(spec, "stored", "bfloat16", None),
+        )
+    )  # fmt: skip
+    return Sheet(
+        title="ways to deploy DeepSeek-V3 on 32 H200: 1024 + 512 tokens, at most 50 ms a token",
+        columns=("way", "tokens/s a GPU", "tokens/s per price", "ms a token", "how it grows and fails"),
+        rows=tuple(
+            (way, plan.tokens_per_s_per_gpu, plan.tokens_per_s / (plan.price or 1.0),
+             1e3 * float(plan.tpot.value), TRADES[way])
+            for way, plan in answer.ways.items()
+        ),
+        notes=("the best plan that moesaic plan finds of each way; prices relative to one L20",),
     )  # fmt: skip
 
 
 def decisions() -> tuple[Sheet, ...]:
     """All tables."""
     return (
-        routing_shapes(), host_or_device(), dense_or_sparse(), *engines(), *space_and_time(), papers(),
-        checklist(), habits(),
+        routing_shapes(), host_or_device(), dense_or_sparse(), *engines(), *space_and_time(), ways(),
+        papers(), checklist(), *advice(),
     )  # fmt: skip

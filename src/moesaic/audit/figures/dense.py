@@ -8,10 +8,13 @@ import numpy as np
 
 from moesaic.account.traffic import sparsity
 from moesaic.audit.figures.registry import figure
-from moesaic.audit.figures.subjects import decode, decode_seconds, experts_of, fullest
+from moesaic.audit.figures.subjects import decode, experts_of, fullest
+from moesaic.audit.figures.subjects import model as model_of
 from moesaic.cost.layouts import Split
 from moesaic.cost.ops import Formats
+from moesaic.cost.profile import PAPER
 from moesaic.cost.term import FloatArray, leaves
+from moesaic.planner.economy import decode_curve
 from moesaic.spec.hardware import Cluster
 from moesaic.spec.hardware import cluster as cluster_of
 
@@ -22,9 +25,8 @@ def _split(cards: Cluster) -> Split:
     return Split(tp=cards.num_devices, expert_tp=cards.num_devices)
 
 
-def _seconds(name: str, machine: str, batch: Sequence[float], context: int) -> FloatArray:
-    cards = cluster_of(machine)
-    return np.asarray(decode_seconds(name, cards, _split(cards), np.array(batch, np.float64), context))
+def _seconds(name: str, machine: str, batch: Sequence[int], context: int) -> FloatArray:
+    return decode_curve(model_of(name), cluster_of(machine), batch, context=context, profile=PAPER)
 
 
 @figure("S004-025", holds=lambda s: s["operators_s"] >= s["whole_step_s"] > 0)

@@ -18,6 +18,7 @@ from moesaic.cost.layouts import Split, cache_bytes_per_sequence
 from moesaic.cost.load import placed_slots
 from moesaic.cost.ops import Formats
 from moesaic.cost.profile import PAPER
+from moesaic.planner.economy import concurrency
 from moesaic.spec.experts import contiguous_plan
 from moesaic.spec.hardware import machine as machine_of
 from moesaic.spec.model import GqaSpec
@@ -340,8 +341,11 @@ def tera_rates(machine: str) -> list[float]:
 
 def num_requests(model: str, machine: str, cards: int, tokens: int, reserved: float) -> int:
     """Requests at a time: memory without what is reserved on each card and the weights, by KV of one."""
-    free = cards * (machine_of(machine).memory_bytes - reserved) - 2 * count_params(model_of(model)).num_total
-    return max(0, math.floor(free / kv_bytes(model, tokens)))
+    weights = 2.0 * count_params(model_of(model)).num_total
+    return concurrency(
+        machine_of(machine).memory_bytes, weights, kv_bytes(model, tokens), num_devices=cards,
+        system_bytes=reserved,
+    )  # fmt: skip
 
 
 @figure("S002-094")

@@ -22,6 +22,7 @@ from moesaic.planner.disaggregate import grids
 from moesaic.planner.pools import Refused
 from moesaic.planner.price import Pricer
 from moesaic.planner.question import format_choices
+from moesaic.planner.space import Knob
 from moesaic.spec.hardware import cluster as cluster_of
 from moesaic.spec.hardware import machine as machine_of
 
@@ -98,16 +99,12 @@ def best_nodes(plan: Plan, machine: str, context: int, micro_batches: int, most:
 def equal_sides_at(plan: Plan, machine: str, context: int) -> float:
     """Attention nodes at which both sides take as long, experts bound by compute: n_a = Ta / (k3 x rows)."""
     moe = experts_of(plan["model"])
-    counts = (
-        1000,
-        1500,
-        2000,
-    )  # attention nodes: many rows, so that experts compute and do not wait for weights
+    counts = 1000, 1500, 2000  # attention nodes: so many rows that experts compute, not wait for weights
     stages = [plan_stage({**plan, "nodes": nodes}, machine, context) for nodes in counts]
     rows = [nodes * plan["batch"] * moe.experts_per_token / moe.num_experts for nodes in counts]
     line = fit_line(rows, [float(one.expert_s) for one in stages])
     attention_s = float(np.asarray(stages[0].attention_s)) - PAPER.launch_s["gqa"]
-    return attention_s / (line.slope * rows[0] / counts[0])
+    return float(attention_s / (line.slope * rows[0] / counts[0]))
 
 
 class Together(NamedTuple):
@@ -207,8 +204,8 @@ def searched(
     pricers = _priced(name, attention, experts)
     demand = Demand(isl=prompt, osl=output, tpot_s=slo_ms / 1e3, objective=objective)
     choice = format_choices(model_of(name), "stored", "bfloat16", None)[0]
-    pins = {"ep": experts_of(name).num_experts, "num_redundant": 0}
-    found = grids(pricers, choice, demand, pins, Refused({}))  # type: ignore[arg-type]
+    pins: dict[Knob, int] = {"ep": experts_of(name).num_experts, "num_redundant": 0}
+    found = grids(pricers, choice, demand, pins, Refused({}))
     if found is None or not len(found.rate):
         return None
     weights = [
