@@ -54,7 +54,8 @@ def summary(found: Iterable[Checked]) -> list[str]:
     all_of = Counter(one.figure.verdict for one in rows)
     computed = Counter(one.figure.verdict for one in rows if one.is_computed)
     lines = [
-        f"{len(rows)} figures, {sum(computed.values())} computed here; the others are shown with their source"
+        f"{len(rows)} {'figure' if len(rows) == 1 else 'figures'}, {sum(computed.values())} computed here; "
+        "the others are shown with their source"
     ]
     for verdict in VERDICTS:
         if all_of[verdict]:

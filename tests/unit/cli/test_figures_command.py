@@ -27,7 +27,7 @@ def test_one_figure_as_text() -> None:
     assert code == 0
     assert "S004, 2.4" in text
     assert "says 156 tokens; computed: 156 tokens" in text
-    assert "1 figures, 1 computed here" in text
+    assert "1 figure, 1 computed here" in text
 
 
 def test_wrong_ones_have_the_right_value_and_why() -> None:
