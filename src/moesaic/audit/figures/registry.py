@@ -12,7 +12,7 @@ F = TypeVar("F", bound=Compute)
 
 TOPICS = (
     "memory", "reading", "dense", "wide", "pingpong", "separate", "context", "routing", "balance", "traffic",
-    "behaviour", "decisions",
+    "behaviour", "launch", "decisions",
 )  # fmt: skip
 """Modules beside this one that register functions."""
 
