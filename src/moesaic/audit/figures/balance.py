@@ -11,8 +11,7 @@ from moesaic.audit.figures.registry import figure
 from moesaic.audit.figures.subjects import experts_of
 from moesaic.cost.load import placed_shares, placed_slots
 from moesaic.errors import ConfigError
-from moesaic.hashing import digest_bytes
-from moesaic.placement.choice import rendezvous
+from moesaic.hashing import digest_bytes, rendezvous
 from moesaic.placement.grid import SlotGrid
 from moesaic.placement.lpt import lpt
 from moesaic.placement.slots import Placement
@@ -258,7 +257,7 @@ def cards_of_unit(tp: int, dp: int, num_experts: int, further: int) -> list[int]
 @figure("S002-049", holds=lambda moved: moved["consistent"] < 0.5 * moved["modulo"])
 def keys_moved(replicas: int, keys: int = 4000) -> dict[str, float]:
     """Share of keys that go to another replica when one more comes: hash % count, and rendezvous hashing."""
-    names = [f"replica {idx}" for idx in range(replicas + 1)]
+    names = [f"replica {idx}".encode() for idx in range(replicas + 1)]
     digests = [digest_bytes(b"", str(idx).encode()) for idx in range(keys)]
     numbers = [int.from_bytes(one, "little") for one in digests]
     return {
