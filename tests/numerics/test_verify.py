@@ -25,7 +25,7 @@ from moesaic.audit import matrix, probe, prompts, verify
 from moesaic.audit.child import ChildFailed, ChildKilled, Job, run_child
 from moesaic.audit.verify import Verification, dump_json
 from moesaic.cli.verify import render
-from moesaic.errors import ConfigError, MoesaicError
+from moesaic.errors import ConfigError, MoesaicError, UnsupportedModelError
 from moesaic.kernels.ops import backends
 from moesaic.models.build import load
 from moesaic.spec.families import read_config
@@ -48,7 +48,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             result = dict(work(job, lambda phase: None))
         except MoesaicError as error:
-            result = {"error": str(error)}
+            result = {"error": str(error), "is_unsupported": isinstance(error, UnsupportedModelError)}
         return json.loads(json.dumps(result | {"peak_rss_bytes": 2, "peak_own_bytes": 1}))
 
     monkeypatch.setattr(verify, "run_child", run)
@@ -200,20 +200,58 @@ def test_without_transformers_the_rest_is_still_checked(
 
 
 @pytest.mark.usefixtures("without_matrix")
-def test_what_transformers_cannot_run_is_no_failure_of_ours(
+def test_a_model_that_transformers_lacks_is_no_failure_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = verify.run_child
 
     def run(module: str, name: str, job: Job, show: Any) -> dict[str, Any]:
         if name == "oracle":
-            raise ChildFailed("the oracle process ended with status 1: KeyError: 'olmoe'")
+            return {"error": "transformers 5 knows no model_type 'olmoe'", "is_unsupported": True}
         return right(module, name, job, show)
 
     monkeypatch.setattr(verify, "run_child", run)
     found = run_verify(write_checkpoint(tmp_path, CONFIGS["olmoe"]()))
     assert found.to_json()["ok"]
-    assert "does not run this model" in (found.oracle_missing or "")
+    assert "knows no model_type 'olmoe'" in (found.oracle_missing or "")
+
+
+@pytest.mark.usefixtures("without_matrix")
+def test_a_comparison_that_breaks_is_an_error_and_no_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stops transformers on a model that it knows: damaged files, a fault of its own."""
+    right = verify.run_child
+
+    def run(module: str, name: str, job: Job, show: Any) -> dict[str, Any]:
+        if name == "oracle":
+            raise ChildFailed("the oracle process ended with status 1: SafetensorError: incomplete metadata")
+        return right(module, name, job, show)
+
+    monkeypatch.setattr(verify, "run_child", run)
+    folder = write_checkpoint(tmp_path, CONFIGS["olmoe"]())
+    with pytest.raises(
+        MoesaicError, match=r"could not run .*, so nothing was compared: .* incomplete metadata"
+    ):
+        run_verify(folder)
+
+
+@pytest.mark.usefixtures("without_matrix")
+def test_code_of_a_checkpoint_is_never_run_and_its_family_is_compared(tmp_path: Path) -> None:
+    """Kimi K2 as it is published: a type that transformers lacks, with code of its own beside the weights."""
+    folder = write_checkpoint(tmp_path / "kimi", CONFIGS["deepseek_v3"]())
+    trace = tmp_path / "ran"
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(trace)!r}, 'w').close()\n")
+    found = run_verify(folder)
+    assert not found.failures
+    assert found.oracle is not None
+    assert not trace.exists()
 
 
 def test_the_matrix_notices_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

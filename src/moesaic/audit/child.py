@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, UnsupportedModelError
 
 QUIET_S = 2.0
 """A phase that takes longer is shown."""
@@ -39,6 +39,7 @@ class Job:
     folder: str  # where arrays and results go
     backend: str | None = None  # of our side's kernels; None: the fastest here
     is_long: bool = False  # longrope: transformers is told to take the long factors at every length
+    family: str = ""  # the model_type whose class transformers uses where it does not know the folder's own
 
     def path(self, name: str) -> Path:
         """A file of the job's folder."""
@@ -81,6 +82,7 @@ def run_program(
         process = subprocess.Popen(
             # -P: a module that lies in the current folder must not stand in for one of a library
             [sys.executable, "-P", "-m", module, str(job_path)],
+            stdin=subprocess.DEVNULL,  # no library asks a question that nobody sees
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -109,7 +111,8 @@ def run_program(
 def serve_job(name: str, work: Callable[[Job, Say], Mapping[str, Any]]) -> None:
     """The child's side: do the job named on the command line, and write what came of it.
 
-    An expected error becomes the result's `error`, for the parent to tell.
+    An expected error becomes the result's `error`, for the parent to tell; `is_unsupported` says whether the
+    model is one that this side does not know.
     """
     told = json.loads(Path(sys.argv[1]).read_text())
     told["prompts"] = tuple(tuple(prompt) for prompt in told["prompts"])
@@ -118,7 +121,7 @@ def serve_job(name: str, work: Callable[[Job, Say], Mapping[str, Any]]) -> None:
     try:
         result = dict(work(job, _say))
     except MoesaicError as error:
-        result = {"error": str(error)}
+        result = {"error": str(error), "is_unsupported": isinstance(error, UnsupportedModelError)}
     result["peak_rss_bytes"] = peak_rss_bytes()
     result["peak_own_bytes"] = own.peak_bytes()
     job.path(f"{name}.json").write_text(json.dumps(result))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, __version__
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PretrainedConfig, __version__
 from transformers.utils import logging
 
 from moesaic.audit.child import Job, Say, serve_job
@@ -55,6 +55,8 @@ def _load(job: Job) -> Any:
     dtype = getattr(torch, job.dtype or "float32")
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         job.model,
+        config=_config(job),
+        trust_remote_code=False,  # code of a checkpoint is never run
         dtype=dtype,
         attn_implementation="eager",
         experts_implementation="eager",
@@ -66,6 +68,19 @@ def _load(job: Job) -> Any:
         if info.get(name):
             raise CheckpointError(f"transformers {__version__} has no weights for {sorted(info[name])[:5]}")
     return model.eval()
+
+
+def _config(job: Job) -> Any:
+    """The config by the class of its own model_type, else of the family that it is one of.
+
+    Raises: UnsupportedModelError when transformers knows neither.
+    """
+    config, _ = PretrainedConfig.get_config_dict(job.model, local_files_only=True)
+    model_type = config.get("model_type")
+    known = next((one for one in (model_type, job.family) if one in CONFIG_MAPPING), None)
+    if known is None:
+        raise UnsupportedModelError(f"transformers {__version__} knows no model_type {model_type!r}")
+    return CONFIG_MAPPING[known].from_dict({**config, "model_type": known})
 
 
 def take_long_factors(model: nn.Module) -> None:

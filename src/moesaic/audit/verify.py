@@ -19,6 +19,7 @@ import numpy as np
 
 from moesaic.account.params import count_params
 from moesaic.audit.agreement import (
+    RULES,
     TOLERANCES,
     Array,
     Stage,
@@ -84,8 +85,17 @@ class Verification:
     @property
     def failures(self) -> tuple[str, ...]:
         """Every check that failed, in words."""
-        tensors = [f"{len(self.unconsumed)} tensors fill no parameter"] if self.unconsumed else []
-        tensors += [f"{len(self.unfilled)} parameters are filled by no tensor"] if self.unfilled else []
+        tensors = []
+        if self.unconsumed:
+            tensors.append(
+                f"tensors that fill no parameter: {len(self.unconsumed)}; remove them, or say in config.json what "
+                "they belong to"
+            )
+        if self.unfilled:
+            tensors.append(
+                f"parameters that no tensor fills: {len(self.unfilled)}; the checkpoint is incomplete, or "
+                "config.json describes another model"
+            )
         return (*tensors, *(f"{one.dtype}: {text}" for one in self.passes for text in one.failures))
 
     @property
@@ -168,6 +178,7 @@ def verify(
                 folder=temporary,
                 backend=backend,
                 is_long=bool(long_lengths),
+                family=spec.family,
             )
             engine = _run_engine(job, show)
             tensors = tensors or {
@@ -217,9 +228,10 @@ def _oracle_missing() -> str | None:
 
 
 def _run_oracle(job: Job, reference: str, show: Say) -> tuple[dict[str, Any], str | None]:
-    """(what it found, None), or ({}, why there is nothing to compare with).
+    """(what it found, None), or ({}, why there is nothing to compare with): transformers lacks the model.
 
-    Raises: ChildKilled, since a comparison that was cut off is not one that could not be made.
+    Raises: MoesaicError when it failed on a model that it has: a comparison that broke is not one that could
+            not be made.
     """
     told = replace(job, model=reference)
     try:
@@ -227,10 +239,14 @@ def _run_oracle(job: Job, reference: str, show: Say) -> tuple[dict[str, Any], st
     except ChildKilled:
         raise
     except ChildFailed as error:
-        return {}, f"transformers does not run this model, so nothing was compared with it: {error}"
-    if "error" in result:
+        raise MoesaicError(
+            f"transformers could not run {reference}, so nothing was compared: {error}"
+        ) from error
+    if "error" not in result:
+        return result, None
+    if result["is_unsupported"] and reference == job.model:
         return {}, f"nothing was compared with transformers: {result['error']}"
-    return result, None
+    raise MoesaicError(f"transformers could not run {reference}, so nothing was compared: {result['error']}")
 
 
 def _dtypes(spec: ModelSpec, dtype: str | None, machine: Machine) -> tuple[list[str], list[str]]:
@@ -289,8 +305,8 @@ def _judge_whole(stages: Sequence[StageError], dtype: str, diff: float, greatest
     if wrong:
         first = wrong[0]
         return [
-            f"{first.name} differs from transformers: {first.num_far} of {first.num_rows} rows, median error "
-            f"{first.median:.2g} of what it computes"
+            f"{first.name} differs from transformers: {first.num_far} of {first.num_rows} rows, by up to "
+            f"{first.worst:.2g} of what it computes (median {first.median:.2g}), {RULES[dtype]}"
             + ("" if len(wrong) == 1 else f"; {len(wrong) - 1} later ones differ by themselves as well")
         ]
     bound = TOLERANCES[dtype].logits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +19,7 @@ from moesaic.spec.locate import Located, locate
 from moesaic.units import format_bytes
 
 CHECK_FAILED = 3
+SHOWN = 5  # tensors named on the screen; --json has all
 
 
 def verify_command(
@@ -85,10 +86,12 @@ def _show_since(began_s: float) -> Callable[[str], None]:
 def render(found: Verification) -> str:
     """The verification as text."""
     against = f"transformers {found.oracle}" if found.oracle else "nothing"
-    lines = [
-        f"{found.model} ({found.model_type}) against {against}: {found.num_prompts} prompts of "
-        f"{found.num_prompt_tokens} tokens, {found.num_tokens} greedy tokens each"
-    ]
+    work = (
+        f"{found.num_prompts} prompts of {found.num_prompt_tokens} tokens, {found.num_tokens} greedy tokens each"
+        if found.passes
+        else "nothing was run"
+    )
+    lines = [f"{found.model} ({found.model_type}) against {against}: {work}"]
     if found.reference is not None:
         lines.append(_row("reference", found.reference))
     if found.oracle_missing:
@@ -121,7 +124,7 @@ def _pass_rows(one: Pass) -> list[str]:
             _row(
                 one.dtype,
                 f"logits differ by at most {one.max_abs_logit_diff:.3g}; greedy tokens agree "
-                f"{one.greedy_agreement:.1%}; layers by at most {worst.median:.2g}{own}, "
+                f"{one.greedy_agreement:.1%}; layers by {worst.median:.2g} in the median at most{own}, "
                 f"{sum(stage.num_far for stage in one.stages)} far rows",
             )
         )
@@ -147,10 +150,14 @@ def _cell(cell: Any) -> str:
     return f"{cell['name'].replace('_', ' ')} {verdict}"
 
 
+def _shown(what: str, names: Sequence[str]) -> list[str]:
+    more = len(names) - SHOWN
+    return [f"{what}: {name}" for name in names[:SHOWN]] + ([f"{what}: {more} more"] if more > 0 else [])
+
+
 def _tensor_rows(found: Verification) -> list[str]:
     if found.unconsumed or found.unfilled:
-        named = [f"fills nothing: {name}" for name in found.unconsumed[:5]]
-        named += [f"filled by nothing: {name}" for name in found.unfilled[:5]]
+        named = _shown("fills nothing", found.unconsumed) + _shown("filled by nothing", found.unfilled)
         return [_row("tensors", text) for text in named]
     unused = sum(tensor["num_bytes"] for tensor in found.known_unused)
     text = "every tensor consumed, every parameter filled"
@@ -159,5 +166,5 @@ def _tensor_rows(found: Verification) -> list[str]:
     rows = [_row("tensors", text)]
     return rows + [
         _row("", f"{tensor['key']}: {format_bytes(tensor['num_bytes'])}, {tensor['reason']}")
-        for tensor in found.known_unused[:5]
+        for tensor in found.known_unused[:SHOWN]
     ]
