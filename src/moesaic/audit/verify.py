@@ -88,8 +88,8 @@ class Verification:
         tensors = []
         if self.unconsumed:
             tensors.append(
-                f"tensors that fill no parameter: {len(self.unconsumed)}; remove them, or say in config.json what "
-                "they belong to"
+                f"tensors that fill no parameter: {len(self.unconsumed)}; remove them, or say in config.json "
+                "what they belong to"
             )
         if self.unfilled:
             tensors.append(

@@ -86,11 +86,8 @@ def _show_since(began_s: float) -> Callable[[str], None]:
 def render(found: Verification) -> str:
     """The verification as text."""
     against = f"transformers {found.oracle}" if found.oracle else "nothing"
-    work = (
-        f"{found.num_prompts} prompts of {found.num_prompt_tokens} tokens, {found.num_tokens} greedy tokens each"
-        if found.passes
-        else "nothing was run"
-    )
+    prompts = f"{found.num_prompts} prompts of {found.num_prompt_tokens} tokens"
+    work = f"{prompts}, {found.num_tokens} greedy tokens each" if found.passes else "nothing was run"
     lines = [f"{found.model} ({found.model_type}) against {against}: {work}"]
     if found.reference is not None:
         lines.append(_row("reference", found.reference))
