@@ -17,6 +17,7 @@ from moesaic.kernels import native
 from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.kv_view import KvView
 from moesaic.kernels.native.ops import NativeOps
+from moesaic.kernels.panel import Weight
 from moesaic.kernels.reference import ReferenceOps
 from moesaic.kernels.state_view import StateView
 from moesaic.spec.model import Activation
@@ -35,11 +36,11 @@ class Ops(Protocol):
     name: str
     numerics: Numerics
 
-    def linear(self, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    def linear(self, x_TD: Tensor, weight_FD: Weight, bias_F: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) as [T, F] in the seam dtype."""
         ...
 
-    def linear_inner(self, x_TF: Tensor, weight_DF: Tensor, bias_D: Tensor | None = None) -> Tensor:
+    def linear_inner(self, x_TF: Tensor, weight_DF: Weight, bias_D: Tensor | None = None) -> Tensor:
         """Row-parallel matmul: matmul_shards leaves over F, neighbour tree in partial_dtype, rounded once."""
         ...
 
@@ -47,7 +48,7 @@ class Ops(Protocol):
         """x @ weight.T in float32 from operands widened to float32 (routers)."""
         ...
 
-    def logits(self, x_BD: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+    def logits(self, x_BD: Tensor, weight_VD: Weight, bias_V: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) as [B, V] float32."""
         ...
 

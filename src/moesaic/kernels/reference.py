@@ -10,9 +10,11 @@ from torch import Tensor
 from moesaic.errors import ConfigError, KernelUnavailable
 from moesaic.kernels import elementwise, paged, recurrent
 from moesaic.kernels.formats import torch_dtype
+from moesaic.kernels.integer_matmul import integer_linear
 from moesaic.kernels.invariance import InvarianceProof, ProofTable
 from moesaic.kernels.kv_view import KvView
 from moesaic.kernels.matmul import TiledMatmul
+from moesaic.kernels.panel import PanelWeight, Weight
 from moesaic.kernels.row_sum import RowSum
 from moesaic.kernels.state_view import StateView
 from moesaic.spec.model import Activation
@@ -24,7 +26,7 @@ class ReferenceOps:
 
     In bfloat16 a matmul is one call in bfloat16, rounded once by the kernel; a bias is added after that.
     Where matmul_shards splits a row-parallel matmul, its leaves are float32 from widened operands (a copy of
-    the weight per call), so that only the root is rounded.
+    the weight per call), so that only the root is rounded. An integer weight is unpacked in each call.
     """
 
     name = "reference"
@@ -55,21 +57,25 @@ class ReferenceOps:
             self._table, kv_block=numerics.kv_block, num_lanes=numerics.kv_lanes
         )
 
-    def linear(self, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    def linear(self, x_TD: Tensor, weight_FD: Weight, bias_F: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) as [T, F] in the seam dtype."""
+        if isinstance(weight_FD, PanelWeight):
+            return self._biased(self._integer(x_TD, weight_FD), bias_F)
         y_TF = self._matmul.linear(x_TD.to(weight_FD.dtype), weight_FD)
         return self._biased(y_TF, bias_F)
 
-    def linear_inner(self, x_TF: Tensor, weight_DF: Tensor, bias_D: Tensor | None = None) -> Tensor:
+    def linear_inner(self, x_TF: Tensor, weight_DF: Weight, bias_D: Tensor | None = None) -> Tensor:
         """The row-parallel matmul: matmul_shards leaves over F, neighbour tree in float32, rounded once.
 
-        Raises: ConfigError when matmul_shards does not divide F.
+        Raises: ConfigError when matmul_shards does not divide F, into whole groups of an integer weight.
         """
-        width = weight_DF.shape[1]
-        num_shards = self._shards_of(width)
+        num_shards = self._shards_of(weight_DF)
+        if isinstance(weight_DF, PanelWeight):
+            return self._biased(self._integer(x_TF, weight_DF, num_shards=num_shards), bias_D)
         if num_shards == 1:
             return self.linear(x_TF, weight_DF, bias_D)
         x_TF, weight_DF = x_TF.float(), weight_DF.float()
+        width = weight_DF.shape[1]
         size = width // num_shards
         leaves = [
             self._matmul.linear(x_TF[:, low : low + size], weight_DF[:, low : low + size])
@@ -83,9 +89,12 @@ class ReferenceOps:
         """x @ weight.T in float32 from widened operands."""
         return self._matmul.linear(x_TD.float(), weight_FD.float())
 
-    def logits(self, x_BD: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+    def logits(self, x_BD: Tensor, weight_VD: Weight, bias_V: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) as [B, V] float32."""
-        y_BV = self._matmul.linear(x_BD.to(weight_VD.dtype), weight_VD).float()
+        if isinstance(weight_VD, PanelWeight):
+            y_BV = self._integer(x_BD, weight_VD, out=torch.float32)
+        else:
+            y_BV = self._matmul.linear(x_BD.to(weight_VD.dtype), weight_VD).float()
         return y_BV if bias_V is None else y_BV + bias_V
 
     def bmm(self, a_NTC: Tensor, b_NCM: Tensor) -> Tensor:
@@ -225,9 +234,18 @@ class ReferenceOps:
             self._attention.prove(key_width, value_width)
         return self._table.proof()
 
-    def _shards_of(self, width: int) -> int:
-        num_shards = self.numerics.matmul_shards
-        if width % num_shards:
+    def _integer(
+        self, x_TD: Tensor, weight_FD: PanelWeight, *, num_shards: int = 1, out: torch.dtype | None = None
+    ) -> Tensor:
+        """The matmul of an integer weight, as [T, F] of `out`, which is the seam dtype unless it is said."""
+        y_TF = integer_linear(x_TD.to(self._seam), weight_FD, num_shards=num_shards)
+        return y_TF.to(out or self._seam)
+
+    def _shards_of(self, weight_DF: Weight) -> int:
+        num_shards, width = self.numerics.matmul_shards, weight_DF.shape[1]
+        if isinstance(weight_DF, PanelWeight):
+            weight_DF.kind.check_shards(width, num_shards)
+        elif width % num_shards:
             raise ConfigError(
                 f"numerics.matmul_shards = {num_shards} does not divide an inner width of {width}; "
                 "ask for fewer shards"

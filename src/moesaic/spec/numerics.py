@@ -14,13 +14,24 @@ from typing import Literal
 
 from moesaic.errors import ConfigError, nearest
 from moesaic.hashing import digest
+from moesaic.spec.quantised import ACTIVATION_FORMAT, QUANTISED
 
 DType = Literal["float32", "bfloat16"]
-Format = Literal["float32", "bfloat16"]
+Format = Literal[
+    "float32",
+    "bfloat16",
+    "int8",
+    "int8-g32",
+    "int4-g32",
+    "int4-g64",
+    "int4-g128",
+    "int4-g32-zp",
+    "int4-g64-zp",
+    "int4-g128-zp",
+]
 Preset = Literal["portable", "fast"]
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
-FORMAT_BITS: Mapping[str, float] = MappingProxyType({"float32": 32.0, "bfloat16": 16.0})
 PRESETS: tuple[Preset, ...] = ("portable", "fast")
 
 
@@ -51,6 +62,11 @@ class FormatPair:
 
     weight: Format
     activation: Format
+
+    @classmethod
+    def of(cls, weight: Format) -> FormatPair:
+        """The pair that kernels multiply: integer weights meet rows of int8, others rows of their own kind."""
+        return cls(weight=weight, activation=ACTIVATION_FORMAT if weight in QUANTISED else weight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +102,10 @@ class Numerics:
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ConfigError(f"numerics.{name} must be a power of two, got {value}")
+        for name in ("wire_format", "kv_format"):
+            value = getattr(self, name)
+            if value not in DTYPE_BYTES:
+                raise ConfigError(f"numerics.{name} {value!r} is not built; {nearest(value, DTYPE_BYTES)}")
 
     def digest(self) -> str:
         """Identity of this value."""
@@ -96,6 +116,8 @@ class Numerics:
         found: list[tuple[str, Effect]] = []
         if self.combine == "per_rank":
             found.append(("combine=per_rank", Effect.REASSOCIATED))
+        weights = {pair.weight for pair in (self.formats.default, *self.formats.by_expert.values())}
+        found += [(f"weights={weight}", Effect.LOSSY) for weight in sorted(weights & set(QUANTISED))]
         return tuple(found)
 
     def with_leaves(self, *, matmul_shards: int | None = None, kv_lanes: int | None = None) -> Numerics:
@@ -105,18 +127,22 @@ class Numerics:
         )
 
 
-def preset(name: str, *, dtype: DType, backend: str = "reference") -> Numerics:
-    """The numerics of a preset for a model whose own dtype is `dtype`.
+def preset(name: str, *, dtype: DType, backend: str = "reference", format: Format | None = None) -> Numerics:
+    """The numerics of a preset for a model whose own dtype is `dtype`, its weights kept in `format`.
 
     `portable` keeps prefix reuse and preemption by recompute exact. `fast` gives a layout no leaves to split.
     On the reference backend every leaf of a matmul is one more op call, so its `portable` has one shard; a
     layout with tensor parallelism asks for more with `with_leaves`.
 
-    Raises: ConfigError for an unknown name.
+    Raises: ConfigError for an unknown name, and for a float format that is not `dtype`.
     """
     if name not in PRESETS:
         raise ConfigError(f"unknown numerics preset {name!r}; {nearest(name, PRESETS)}")
-    pair = FormatPair(weight=dtype, activation=dtype)
+    if format is not None and format != dtype and format not in QUANTISED:
+        raise ConfigError(
+            f"weights in {format} cannot be kept by a model of dtype {dtype}: {nearest(format, QUANTISED)}, "
+            f"or set the dtype to {format}"
+        )
     return Numerics(
         backend=backend,
         seam_dtype=dtype,
@@ -126,7 +152,7 @@ def preset(name: str, *, dtype: DType, backend: str = "reference") -> Numerics:
         kv_block=16,
         forms=FormMap(),
         combine="tree",
-        formats=FormatMap(default=pair),
+        formats=FormatMap(default=FormatPair.of(format or dtype)),
         wire_format=dtype,
         kv_format=dtype,
     )

@@ -28,6 +28,20 @@ inline uint16_t narrow(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// float16, exactly.
+inline float widen_half(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16, exponent = (bits >> 10) & 31u;
+  const uint32_t fraction = bits & 0x3ffu;
+  if (exponent == 0) {  // zero or subnormal: a multiple of 2^-24
+    const float value = static_cast<float>(fraction) * 5.9604644775390625e-8f;
+    return sign ? -value : value;
+  }
+  const uint32_t wide = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112u) << 23) | fraction << 13;
+  float value;
+  memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
 #if defined(MOESAIC_LEVEL_AVX2)
 
 struct Level {
@@ -44,6 +58,58 @@ struct Level {
     odd = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
   }
   static void store(float* at, Vector a) { _mm256_storeu_ps(at, a); }
+
+  // Packed weights: a lane is one of the 8 rows of half a panel; a step of weights is 64 bytes from the next.
+  using Ints = __m256i;
+  static constexpr int kPackedRows = 4;  // of x, by half a panel: 8 sums, 2 weights, 2 constants of 16 registers
+  static Vector scale(Vector a, float by) { return _mm256_mul_ps(a, _mm256_set1_ps(by)); }
+  static Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+  static Vector multiply(Ints a, Vector b) { return _mm256_mul_ps(_mm256_cvtepi32_ps(a), b); }
+  static Vector load_halves(const uint8_t* at) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+  }
+  static Ints load_bytes(const uint8_t* at) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+  }
+  static Ints spread(int value) { return _mm256_set1_epi32(value); }
+  static Ints subtract_product(Ints a, Ints b, int by) {
+    return _mm256_sub_epi32(a, _mm256_mullo_epi32(b, _mm256_set1_epi32(by)));
+  }
+  static __m256i broadcast(const int8_t* at) {
+    int32_t four;
+    memcpy(&four, at, sizeof four);
+    return _mm256_set1_epi32(four);
+  }
+  // |w| unsigned by x with w's sign: pairs stay within 2 * 128 * 127, below the 32767 where maddubs saturates.
+  template <int kRows>
+  static void dot_int8(const uint8_t* weights, const int8_t* const (&x)[kRows], Ints (&sums)[kRows]) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (Ints& sum : sums) sum = _mm256_setzero_si256();
+    for (int chunk = 0; chunk < 8; ++chunk) {
+      const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights + 64 * chunk));
+      const __m256i size = _mm256_abs_epi8(w);
+      for (int r = 0; r < kRows; ++r) {
+        const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(broadcast(x[r] + 4 * chunk), w));
+        sums[r] = _mm256_add_epi32(sums[r], _mm256_madd_epi16(pairs, ones));
+      }
+    }
+  }
+  // 16 products of at most 15 * 127 in a lane of 16 bits: 30480, below 32767, so a whole block needs no more.
+  template <int kRows>
+  static void dot_int4(const uint8_t* weights, const int8_t* const (&x)[kRows], Ints (&sums)[kRows]) {
+    const __m256i low_bits = _mm256_set1_epi8(15);
+    for (Ints& sum : sums) sum = _mm256_setzero_si256();
+    for (int pair = 0; pair < 4; ++pair) {
+      const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights + 64 * pair));
+      const __m256i low = _mm256_and_si256(w, low_bits);
+      const __m256i high = _mm256_and_si256(_mm256_srli_epi16(w, 4), low_bits);
+      for (int r = 0; r < kRows; ++r) {
+        sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(low, broadcast(x[r] + 8 * pair)));
+        sums[r] = _mm256_add_epi16(sums[r], _mm256_maddubs_epi16(high, broadcast(x[r] + 8 * pair + 4)));
+      }
+    }
+    for (Ints& sum : sums) sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+  }
 };
 
 #else
@@ -74,6 +140,68 @@ struct Level {
     }
   }
   static void store(float* to, Vector a) { memcpy(to, a.at, sizeof a.at); }
+
+  struct Ints {
+    int32_t at[kLanes];
+  };
+  static constexpr int kPackedRows = 2;
+  static Vector scale(Vector a, float by) {
+    for (float& value : a.at) value *= by;
+    return a;
+  }
+  static Vector add(Vector a, Vector b) {
+    for (int i = 0; i < kLanes; ++i) a.at[i] += b.at[i];
+    return a;
+  }
+  static Vector multiply(Ints a, Vector b) {
+    for (int i = 0; i < kLanes; ++i) b.at[i] *= static_cast<float>(a.at[i]);
+    return b;
+  }
+  static Vector load_halves(const uint8_t* from) {
+    Vector a;
+    for (int i = 0; i < kLanes; ++i) {
+      uint16_t bits;
+      memcpy(&bits, from + 2 * i, sizeof bits);
+      a.at[i] = widen_half(bits);
+    }
+    return a;
+  }
+  static Ints load_bytes(const uint8_t* from) {
+    Ints a;
+    for (int i = 0; i < kLanes; ++i) a.at[i] = from[i];
+    return a;
+  }
+  static Ints spread(int value) {
+    Ints a;
+    for (int32_t& lane : a.at) lane = value;
+    return a;
+  }
+  static Ints subtract_product(Ints a, Ints b, int by) {
+    for (int i = 0; i < kLanes; ++i) a.at[i] -= b.at[i] * by;
+    return a;
+  }
+  template <int kRows>
+  static void dot_int8(const uint8_t* weights, const int8_t* const (&x)[kRows], Ints (&sums)[kRows]) {
+    for (int r = 0; r < kRows; ++r) {
+      sums[r] = Ints{};
+      for (int chunk = 0; chunk < 8; ++chunk)
+        for (int i = 0; i < kLanes; ++i)
+          for (int k = 0; k < 4; ++k)
+            sums[r].at[i] += static_cast<int8_t>(weights[64 * chunk + 4 * i + k]) * x[r][4 * chunk + k];
+    }
+  }
+  template <int kRows>
+  static void dot_int4(const uint8_t* weights, const int8_t* const (&x)[kRows], Ints (&sums)[kRows]) {
+    for (int r = 0; r < kRows; ++r) {
+      sums[r] = Ints{};
+      for (int pair = 0; pair < 4; ++pair)
+        for (int i = 0; i < kLanes; ++i)
+          for (int k = 0; k < 4; ++k) {
+            const int both = weights[64 * pair + 4 * i + k];
+            sums[r].at[i] += (both & 15) * x[r][8 * pair + k] + (both >> 4) * x[r][8 * pair + 4 + k];
+          }
+    }
+  }
 };
 
 #endif

@@ -1,3 +1,3 @@
 #define MOESAIC_LEVEL_AVX2
 #define MOESAIC_LEVEL_TABLE avx2_level
-#include "linear.inc"
+#include "level.inc"

@@ -1,2 +1,2 @@
 #define MOESAIC_LEVEL_TABLE portable_level
-#include "linear.inc"
+#include "level.inc"

@@ -23,17 +23,4 @@ struct Linear {
   Kind kind, out;
 };
 
-struct LevelTable {
-  const char* name;
-  // Floats of scratch that `prepare` fills with x, widened and in the order in which the kernel reads it.
-  size_t (*scratch_floats)(const Linear&);
-  void (*prepare)(const Linear&, float* scratch, int64_t first_row, int64_t end_row);
-  void (*run)(const Linear&, const float* scratch, int64_t first_column, int64_t end_column);
-};
-
-const LevelTable& portable_level();
-#if defined(MOESAIC_X86)
-const LevelTable& avx2_level();
-#endif
-
 }  // namespace moesaic

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.native import check_level, module
+from moesaic.kernels.panel import PanelWeight, Weight
 from moesaic.kernels.reference import ReferenceOps
 from moesaic.spec.numerics import Numerics
 
@@ -21,6 +22,7 @@ class NativeOps(ReferenceOps):
     """`Ops` of backend "native/<level>".
 
     Logits are float32 as the kernel summed them; the leaves of `linear_inner` stay float32 up to the root.
+    Results of integer weights are those of `kernels.integer_matmul`, bit for bit.
     """
 
     def __init__(self, numerics: Numerics, *, num_threads: int) -> None:
@@ -36,23 +38,23 @@ class NativeOps(ReferenceOps):
         assert compiled is not None, "checked above"
         self._kernels = compiled.Kernels(level, num_threads)
 
-    def linear(self, x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    def linear(self, x_TD: Tensor, weight_FD: Weight, bias_F: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) as [T, F] in the seam dtype."""
         return self._biased(self._multiply(x_TD, weight_FD), bias_F)
 
-    def linear_inner(self, x_TF: Tensor, weight_DF: Tensor, bias_D: Tensor | None = None) -> Tensor:
+    def linear_inner(self, x_TF: Tensor, weight_DF: Weight, bias_D: Tensor | None = None) -> Tensor:
         """The row-parallel matmul: matmul_shards leaves over F, neighbour tree in float32, rounded once.
 
-        Raises: ConfigError when matmul_shards does not divide F.
+        Raises: ConfigError when matmul_shards does not divide F, into whole groups of an integer weight.
         """
-        num_shards = self._shards_of(weight_DF.shape[1])
+        num_shards = self._shards_of(weight_DF)
         return self._biased(self._multiply(x_TF, weight_DF, num_shards=num_shards), bias_D)
 
     def linear_float32(self, x_TD: Tensor, weight_FD: Tensor) -> Tensor:
         """x @ weight.T in float32 from widened operands."""
         return self._multiply(x_TD, weight_FD.float())
 
-    def logits(self, x_BD: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+    def logits(self, x_BD: Tensor, weight_VD: Weight, bias_V: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) as [B, V] float32, not rounded on the way."""
         y_BV = self._multiply(x_BD, weight_VD, out=torch.float32)
         return y_BV if bias_V is None else y_BV + bias_V
@@ -71,9 +73,11 @@ class NativeOps(ReferenceOps):
         return super().prove(heads=heads)
 
     def _multiply(
-        self, x_TD: Tensor, weight_FD: Tensor, *, num_shards: int = 1, out: torch.dtype | None = None
+        self, x_TD: Tensor, weight_FD: Weight, *, num_shards: int = 1, out: torch.dtype | None = None
     ) -> Tensor:
-        """[T, F] of `out`, which is the weight's dtype unless float32 is asked for."""
+        """[T, F] of `out`, which is the weight's dtype (the seam's of integers) unless float32 is asked for."""
+        if isinstance(weight_FD, PanelWeight):
+            return self._integer(x_TD, weight_FD, num_shards=num_shards, out=out)
         dtype = weight_FD.dtype
         x_TD = x_TD.to(dtype).contiguous()
         if weight_FD.stride(1) != 1:
@@ -92,6 +96,33 @@ class NativeOps(ReferenceOps):
             weight_FD.stride(0),
             num_shards,
             dtype == torch.bfloat16,
+            y_TF.dtype == torch.float32,
+        )
+        return y_TF
+
+    def _integer(
+        self, x_TD: Tensor, weight_FD: PanelWeight, *, num_shards: int = 1, out: torch.dtype | None = None
+    ) -> Tensor:
+        """[T, F] of `out`, which is the seam dtype unless float32 is asked for."""
+        x_TD = x_TD.to(self._seam).contiguous()
+        num_rows, width = x_TD.shape
+        num_columns, kind = weight_FD.num_rows, weight_FD.kind
+        assert weight_FD.width == width, f"x has rows of {width}, the weight of {weight_FD.width}"
+        y_TF = torch.empty((num_rows, num_columns), dtype=out or self._seam)
+        self._kernels.packed_linear(
+            x_TD.data_ptr(),
+            weight_FD.data.data_ptr(),
+            weight_FD.data.numel(),
+            y_TF.data_ptr(),
+            num_rows,
+            num_columns,
+            width,
+            weight_FD.num_sections,
+            kind.group_size(width),
+            kind.bits,
+            kind.has_zeros,
+            num_shards,
+            x_TD.dtype == torch.bfloat16,
             y_TF.dtype == torch.float32,
         )
         return y_TF
