@@ -16,6 +16,7 @@ from moesaic.audit.bench.workload import Load, PromptLoad, RandomLoad, TraceLoad
 from moesaic.cli.options import (
     ENGINE_DEFAULTS,
     DtypeName,
+    FormatName,
     IgnoreEos,
     KvBytes,
     MaxNumSeqs,
@@ -129,6 +130,7 @@ def throughput_command(
     max_num_seqs: MaxNumSeqs = ENGINE_DEFAULTS["max_num_seqs"],
     kv_bytes: KvBytes = None,
     dtype: DtypeName = None,
+    weight_format: FormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
 ) -> None:
@@ -145,6 +147,7 @@ def throughput_command(
         max_num_seqs=max_num_seqs,
         kv_bytes=kv_size,
         dtype=dtype,
+        format=weight_format,
         num_threads=threads,
     ) as llm:
         engine = llm.engine

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moesaic.cli.options import ENGINE_DEFAULTS, DtypeName, IgnoreEos, Model, NumericsName, Threads
+from moesaic.cli.options import (
+    ENGINE_DEFAULTS,
+    DtypeName,
+    FormatName,
+    IgnoreEos,
+    Model,
+    NumericsName,
+    Threads,
+)
 from moesaic.engine.config import read_hub_cache
 from moesaic.errors import ConfigError
 from moesaic.spec.locate import locate
@@ -47,6 +55,7 @@ def generate_command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when all is done.")] = False,
     dtype: DtypeName = None,
+    weight_format: FormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
 ) -> None:
@@ -66,7 +75,13 @@ def generate_command(
     from moesaic.engine.llm import LLM  # heavy: after the arguments were found good
 
     with LLM(
-        model, progress=_progress(), max_num_seqs=1, preset=numerics, dtype=dtype, num_threads=threads
+        model,
+        progress=_progress(),
+        max_num_seqs=1,
+        preset=numerics,
+        dtype=dtype,
+        format=weight_format,
+        num_threads=threads,
     ) as llm:
         prompt_ids = _encode_chat(llm, text) if chat else llm.encode(text)
         completion = _stream(llm, prompt_ids, sampling, write=None if as_json else _write)

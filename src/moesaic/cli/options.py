@@ -18,6 +18,14 @@ KvBytes = Annotated[
     str | None, typer.Option(help="Size of the KV pool, as in 512MiB [default: from free memory].")
 ]
 DtypeName = Annotated[str | None, typer.Option(help="float32 or bfloat16 [default: the checkpoint's].")]
+FormatName = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        help="Weights are rounded to it while they load: int8, int8-g32, int4-g32, int4-g64, int4-g128, or "
+        "int4-g32-zp and its like with zero points [default: the dtype].",
+    ),
+]
 NumericsName = Annotated[str, typer.Option(help="Numerics preset: portable or fast.")]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads to compute with [default: all processors].")

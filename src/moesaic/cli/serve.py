@@ -15,6 +15,7 @@ from moesaic import log
 from moesaic.cli.options import (
     ENGINE_DEFAULTS,
     DtypeName,
+    FormatName,
     KvBytes,
     MaxNumSeqs,
     Model,
@@ -58,6 +59,7 @@ def serve_command(
     ] = ENGINE_DEFAULTS["max_waiting"],
     kv_bytes: KvBytes = None,
     dtype: DtypeName = None,
+    weight_format: FormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
     generation_config: Annotated[
@@ -93,6 +95,7 @@ def serve_command(
         model=str(folder),
         preset=numerics,  # type: ignore[arg-type]  # checked by the dataclass
         dtype=dtype,  # type: ignore[arg-type]  # checked by the dataclass
+        format=weight_format,  # type: ignore[arg-type]  # checked by the dataclass
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_tokens_per_step=max_tokens_per_step,

@@ -20,7 +20,7 @@ from moesaic.sched.ledger import CacheGroup, cache_groups
 from moesaic.sched.scheduler import Limits
 from moesaic.spec.hub import hub_cache
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.numerics import DTYPE_BYTES, PRESETS, DType, Numerics, Preset
+from moesaic.spec.numerics import DTYPE_BYTES, FORMATS, PRESETS, DType, Format, Numerics, Preset
 from moesaic.units import format_bytes, parse_bytes
 
 KV_FRACTION = 0.7  # guess: the rest is for activations, the page cache and other processes
@@ -34,6 +34,7 @@ class EngineConfig:
     model: str  # folder of the checkpoint
     preset: Preset = "portable"
     dtype: DType | None = None  # None: the checkpoint's own
+    format: Format | None = None  # weights are rounded to it while they load; None: the dtype
     max_num_seqs: int = 32  # requests computed in one step
     max_model_len: int | None = None  # prompt and output; None: the model's, or what the KV pool holds
     max_tokens_per_step: int = 512  # longer prompts are computed in chunks
@@ -49,6 +50,8 @@ class EngineConfig:
             raise ConfigError(f"preset {self.preset!r} is unknown; {nearest(self.preset, PRESETS)}")
         if self.dtype is not None and self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown; {nearest(self.dtype, DTYPE_BYTES)}")
+        if self.format is not None and self.format not in FORMATS:
+            raise ConfigError(f"format {self.format!r} is unknown; {nearest(self.format, FORMATS)}")
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -45,6 +45,7 @@ def start_engine(
         config.model,
         preset=config.preset,
         dtype=config.dtype,
+        format=config.format,
         num_threads=config.threads(machine),
         backend=config.backend,
         available_bytes=machine.available_bytes,
@@ -85,7 +86,8 @@ def assemble(
     )
     notes = _notes(model, config, has_prefix_cache=ledger.has_prefix_cache)
     for line in (
-        f"weights {format_bytes(model.weight_bytes)}, backend {model.numerics.backend}",
+        f"weights {format_bytes(model.weight_bytes)} ({model.numerics.formats.default.weight}), "
+        f"backend {model.numerics.backend}",
         config.describe_kv(),
         model.proof.summary(),
         *notes,
@@ -127,6 +129,8 @@ def describe(model: LoadedModel, config: ResolvedConfig, notes: list[str]) -> di
             "preset": config.preset,
             "digest": numerics.digest(),
             "seam_dtype": numerics.seam_dtype,
+            "weight_format": numerics.formats.default.weight,
+            "activation_format": numerics.formats.default.activation,
             "partial_dtype": numerics.partial_dtype,
             "kv_format": numerics.kv_format,
             "matmul_shards": numerics.matmul_shards,

@@ -4,7 +4,7 @@ Knows where the parts of an expert lie in its blob; not where blobs come from or
 
     | gate F*D | up F*D |.| down D*F |.| gate_bias F | up_bias F |.| down_bias D |.|    . up to 64 bytes
 
-gate and up touch, so that both are one matmul of [2F, D]; a format that pads rows pads each by itself.
+gate and up touch, so that both are one matmul of [2F, D]; an integer format pads the rows of each by itself.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from torch import Tensor
 from moesaic.errors import CheckpointError, nearest
 from moesaic.hashing import digest_bytes
 from moesaic.kernels.formats import torch_dtype
+from moesaic.kernels.panel import PanelWeight, Weight, pack_panels
 from moesaic.spec.experts import ExpertKey
 from moesaic.spec.model import MoeSpec
-from moesaic.spec.numerics import DTYPE_BYTES, Format
+from moesaic.spec.numerics import DTYPE_BYTES, DType, Format
+from moesaic.spec.quantised import QUANTISED
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 
@@ -46,8 +48,8 @@ class ExpertWeights:
     """
 
     format: Format
-    inner_FD: Tensor
-    down_DF: Tensor
+    inner_FD: Weight
+    down_DF: Weight
     inner_bias_F: Tensor | None
     down_bias_D: Tensor | None
 
@@ -65,7 +67,7 @@ class BlobLayout:
     @classmethod
     def of(cls, spec: MoeSpec, format: Format) -> BlobLayout:
         """The layout of an expert of `spec` stored in `format`."""
-        inner, width, item = spec.expert_width, spec.row_width, DTYPE_BYTES[format]
+        inner, width = spec.expert_width, spec.row_width
         inners = ("gate", "up") if spec.is_gated else ("up",)
         runs: list[list[tuple[str, tuple[int, ...]]]] = [
             [(name, (inner, width)) for name in inners],
@@ -79,7 +81,7 @@ class BlobLayout:
         for run in runs:
             for name, shape in run:
                 places[cast(Part, name)] = Place(end, shape)
-                end += math.prod(shape) * item
+                end += _part_bytes(format, shape)
             aligned = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             gaps += [(end, aligned)] * (aligned > end)
             end = aligned
@@ -96,14 +98,17 @@ class BlobLayout:
         for start, stop in self.gaps:
             data[start:stop].zero_()
 
-    def view(self, data: Tensor, part: Part) -> Tensor:
+    def view(self, data: Tensor, part: Part) -> Weight:
         """The part inside the blob's bytes, without a copy.
 
         Shapes:  data [num_bytes] uint8.
         """
-        return self._typed(data, *self.places[part])
+        place = self.places[part]
+        if len(place.shape) == 1:
+            return self._vector(data, place)
+        return self._matrix(data, place)
 
-    def unpack(self, data: Tensor) -> dict[Part, Tensor]:
+    def unpack(self, data: Tensor) -> dict[Part, Weight]:
         """All parts, as views of the blob's bytes."""
         return {part: self.view(data, part) for part in self.places}
 
@@ -111,16 +116,17 @@ class BlobLayout:
         """The views that the feed-forward uses."""
         return ExpertWeights(
             format=self.format,
-            inner_FD=self._inner(data, ""),
-            down_DF=self.view(data, "down"),
-            inner_bias_F=self._inner(data, "_bias") if "up_bias" in self.places else None,
-            down_bias_D=self.view(data, "down_bias") if "down_bias" in self.places else None,
+            inner_FD=self._matrix(data, self._inner(""), num_sections=2 if self.is_gated else 1),
+            down_DF=self._matrix(data, self.places["down"]),
+            inner_bias_F=self._vector(data, self._inner("_bias")) if "up_bias" in self.places else None,
+            down_bias_D=self._vector(data, self.places["down_bias"]) if "down_bias" in self.places else None,
         )
 
     def write(self, data: Tensor, part: Part, tensor: Tensor, *, name: str) -> None:
         """Round `tensor` into its place; any strides will do, so slices and transposes stream in.
 
-        Raises: CheckpointError, calling the tensor `name`, for an unknown part, shape or dtype.
+        Raises: CheckpointError, calling the tensor `name`, for an unknown part, shape or dtype, and for
+                numbers that an integer format cannot hold.
         """
         if part not in self.places:
             raise CheckpointError(
@@ -133,17 +139,45 @@ class BlobLayout:
             raise CheckpointError(
                 f"{name}: expected float32, bfloat16 or float16, found {tensor.dtype}; unpack it first"
             )
-        self.view(data, part).copy_(tensor)
+        view = self.view(data, part)
+        if isinstance(view, PanelWeight):
+            pack_panels(tensor, self.format, name=name, into=view)
+        else:
+            view.copy_(tensor)
 
-    def _inner(self, data: Tensor, suffix: str) -> Tensor:
+    def _inner(self, suffix: str) -> Place:
+        """Where gate and up lie as one, or up alone."""
         if not self.is_gated:
-            return self.view(data, cast(Part, f"up{suffix}"))
+            return self.places[cast(Part, f"up{suffix}")]
         start, (rows, *rest) = self.places[cast(Part, f"gate{suffix}")]
-        return self._typed(data, start, (2 * rows, *rest))
+        return Place(start, (2 * rows, *rest))
 
-    def _typed(self, data: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-        stop = start + math.prod(shape) * DTYPE_BYTES[self.format]
-        return data[start:stop].view(torch_dtype(self.format)).view(shape)
+    def _vector(self, data: Tensor, place: Place) -> Tensor:
+        dtype = _vector_dtype(self.format)
+        stop = place.start + place.shape[0] * DTYPE_BYTES[dtype]
+        return data[place.start : stop].view(torch_dtype(dtype))
+
+    def _matrix(self, data: Tensor, place: Place, *, num_sections: int = 1) -> Weight:
+        rows, width = place.shape
+        num_bytes = num_sections * _part_bytes(self.format, (rows // num_sections, width))
+        part = data[place.start : place.start + num_bytes]
+        if self.format not in QUANTISED:
+            return part.view(torch_dtype(self.format)).view(place.shape)
+        panels = part.view(-1, QUANTISED[self.format].panel_bytes(width))
+        return PanelWeight(
+            format=self.format, data=panels, num_rows=rows, width=width, num_sections=num_sections
+        )
+
+
+def _vector_dtype(format: Format) -> DType:
+    """Of biases: beside integer weights they stay float32, which holds those of every checkpoint."""
+    return "float32" if format in QUANTISED else cast(DType, format)
+
+
+def _part_bytes(format: Format, shape: tuple[int, ...]) -> int:
+    if len(shape) == 2 and format in QUANTISED:
+        return QUANTISED[format].matrix_bytes(*shape)
+    return math.prod(shape) * DTYPE_BYTES[_vector_dtype(format)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -244,10 +244,10 @@ class ResidentStore(ExpertStore):
 
 @lru_cache
 def _layout(spec: MoeSpec, pair: FormatPair) -> BlobLayout:
-    if pair.activation != pair.weight:
+    if pair != (known := FormatPair.of(pair.weight)):
         raise ConfigError(
             f"experts with {pair.weight} weights and {pair.activation} rows: no kernel multiplies these; "
-            f"use {pair.weight} for both"
+            f"use {known.activation} rows"
         )
     return BlobLayout.of(spec, pair.weight)
 

@@ -89,14 +89,13 @@ def pack(x_RD: Tensor, format: Format, *, name: str = "a weight") -> Packed:
     grouped_RGK = grouped(x_RD.float(), kind.group_size(x_RD.shape[1]))
     if not grouped_RGK.isfinite().all():
         raise CheckpointError(
-            f"{name}: {int((~x_RD.isfinite()).sum())} of {x_RD.numel()} numbers are NaN or infinite, and "
-            f"{format} cannot hold them; repair the checkpoint"
+            f"{name} holds numbers that are NaN or infinite, which {format} cannot; repair the checkpoint"
         )
     data_RGK, scales_RG, zeros_RG = _round_weight(grouped_RGK, kind)
     if not scales_RG.isfinite().all():
         raise CheckpointError(
-            f"{name}: a number of size {float(grouped_RGK.abs().max()):g} needs a scale beyond float16's 65504, "
-            f"and {format} keeps scales in float16; use bfloat16"
+            f"{name}: numbers of size {float(grouped_RGK.abs().max()):g} need scales beyond float16's 65504, "
+            f"which {format} cannot keep; use bfloat16"
         )
     return Packed(
         format=format,

@@ -1,9 +1,10 @@
 """The matmul of integer weights by definition: what every native level computes, bit for bit.
 
-block of 32    rows rounded to int8, times whole numbers of the weight: exact in any order
-leaf           adds dot * (weight scale * row scale) over its blocks, ascending, from +0; a product and a sum
-               are each rounded to float32
-leaves         meet as neighbours, until one is left
+    block of 32    rows rounded to int8, times whole numbers of the weight: exact in any order
+    leaf           adds dot * (weight scale * row scale) over its blocks, ascending, from +0
+    leaves         meet as neighbours, until one is left
+
+Every product and every sum of these is rounded to float32 by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def integer_linear(x_TD: Tensor, weight_FD: PanelWeight, *, num_shards: int = 1)
     num_columns, width = weight_FD.shape
     weight_FD.kind.check_shards(width, num_shards)
     rows, weight = round_rows(x_TD), weight_FD.unpack()
-    assert rows.scales is not None and weight.scales is not None, "integer formats have scales"
+    assert rows.scales is not None, "integer formats have scales"
+    assert weight.scales is not None, "integer formats have scales"
     # Sums of 32 products of at most 127 * 127 are exact in float32, whatever order torch adds in.
     x_TBK, weight_FBK = grouped(rows.values(), BLOCK), grouped(weight.values(), BLOCK)
     blocks_in_group = group_size(weight.format, width) // BLOCK

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.kernels.formats import Packed
+from moesaic.kernels.formats import Packed, pack
 from moesaic.spec.numerics import Format
 from moesaic.spec.quantised import PANEL_ROWS, QUANTISED, SCALE_BYTES, Quantised
 
+_CHUNK = 1 << 20  # numbers rounded at once: some 30 MB of passing tensors
 MIDDLE = 8  # zero point of formats of 4 bits that store none
 
 
@@ -74,6 +75,26 @@ class PanelWeight:
 
 Weight = Tensor | PanelWeight
 """A weight [F, D] as a matmul takes it."""
+
+
+def pack_panels(
+    weight_FD: Tensor, format: Format, *, name: str = "a weight", into: PanelWeight | None = None
+) -> PanelWeight:
+    """`weight_FD` rounded into an integer format, some rows at a time, so that no second copy is ever held.
+
+    Shapes:  any strides; `into`, if given, is of one section and is what is returned.
+    Raises:  CheckpointError as `kernels.formats.pack`.
+    """
+    num_rows, width = weight_FD.shape
+    if into is None:
+        kind = QUANTISED[format]
+        data = torch.empty((-(-num_rows // PANEL_ROWS), kind.panel_bytes(width)), dtype=torch.uint8)
+        into = PanelWeight(format=format, data=data, num_rows=num_rows, width=width)
+    panels = max(1, _CHUNK // (PANEL_ROWS * width))
+    for i, rows_RD in enumerate(weight_FD.split(panels * PANEL_ROWS)):
+        data = to_panels(pack(rows_RD, format, name=name)).data
+        into.data[i * panels : i * panels + data.shape[0]] = data
+    return into
 
 
 def to_panels(packed: Packed) -> PanelWeight:

@@ -11,6 +11,7 @@ from torch import Tensor
 from moesaic.errors import UnsupportedModelError
 from moesaic.kernels.kv_view import KvPlaces, KvRow, KvView
 from moesaic.kernels.ops import Ops
+from moesaic.kernels.panel import Weight
 from moesaic.layers.linear import WeightSet
 from moesaic.layers.norm import RmsNorm
 from moesaic.layers.rope import RopeTable
@@ -115,7 +116,7 @@ class GqaAttention:
     def __init__(
         self,
         spec: GqaSpec,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         ops: Ops,
         rope: RopeTable | None,
         attend: Attend,

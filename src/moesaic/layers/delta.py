@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moesaic.errors import UnsupportedModelError
 from moesaic.kernels.ops import Ops
+from moesaic.kernels.panel import Weight
 from moesaic.kernels.state_view import StateView
 from moesaic.layers.linear import Linear, WeightSet
 from moesaic.layers.norm import RmsNorm
@@ -49,7 +50,7 @@ class GatedDelta:
              [channels, 1, width]; decay_log and decay_bias [H]; out_norm [C']; out [D, H * C'].
     """
 
-    def __init__(self, spec: LinearSpec, weights: Mapping[str, Tensor], ops: Ops, *, norm_eps: float) -> None:
+    def __init__(self, spec: LinearSpec, weights: Mapping[str, Weight], ops: Ops, *, norm_eps: float) -> None:
         """Raises: UnsupportedModelError for another form than the recurrent one; ConfigError for weights."""
         if ops.numerics.forms.state != "recurrent":
             raise UnsupportedModelError(

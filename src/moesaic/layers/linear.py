@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moesaic.errors import ConfigError
 from moesaic.kernels.ops import Ops
+from moesaic.kernels.panel import PanelWeight, Weight
 
 
 class Linear:
@@ -16,7 +17,7 @@ class Linear:
     Shapes:  weight_FD [F, D]; bias_F [F].
     """
 
-    def __init__(self, weight_FD: Tensor, bias_F: Tensor | None, ops: Ops, *, is_inner: bool = False) -> None:
+    def __init__(self, weight_FD: Weight, bias_F: Tensor | None, ops: Ops, *, is_inner: bool = False) -> None:
         self.weight_FD = weight_FD
         self.bias_F = bias_F
         self._apply = ops.linear_inner if is_inner else ops.linear
@@ -29,16 +30,22 @@ class Linear:
 class WeightSet:
     """The weights of one layer by our names, taken one by one, each with the shape it must have."""
 
-    def __init__(self, owner: str, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, owner: str, weights: Mapping[str, Weight]) -> None:
         self._owner = owner
         self._weights = weights
         self._taken: set[str] = set()
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The weight `name`.
+        """The weight `name`, as floats.
 
-        Raises: ConfigError when it is missing or of another shape.
+        Raises: ConfigError when it is missing, of another shape or in an integer format.
         """
+        weight = self._take(name, *shape)
+        if isinstance(weight, PanelWeight):
+            raise ConfigError(f"{self._owner}: weight {name!r} must be floats, it is {weight.format}")
+        return weight
+
+    def _take(self, name: str, *shape: int) -> Weight:
         if name not in self._weights:
             raise ConfigError(
                 f"{self._owner} needs the weight {name!r}; given: {', '.join(sorted(self._weights))}"
@@ -59,7 +66,7 @@ class WeightSet:
         Raises: ConfigError as `take`.
         """
         bias_F = self.take(f"{name}_bias", shape[0]) if has_bias else None
-        return Linear(self.take(name, *shape), bias_F, ops, is_inner=is_inner)
+        return Linear(self._take(name, *shape), bias_F, ops, is_inner=is_inner)
 
     def finish(self) -> None:
         """Every weight must have been taken: what is not used would be an error nobody sees.

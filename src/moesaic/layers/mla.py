@@ -17,6 +17,7 @@ from torch import Tensor
 from moesaic.errors import UnsupportedModelError
 from moesaic.kernels.kv_view import KvView
 from moesaic.kernels.ops import Ops
+from moesaic.kernels.panel import Weight
 from moesaic.layers.attention import Attend, NewKv
 from moesaic.layers.linear import WeightSet
 from moesaic.layers.norm import RmsNorm
@@ -37,7 +38,7 @@ class MlaAttention:
     def __init__(
         self,
         spec: MlaSpec,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         ops: Ops,
         rope: RopeTable,
         attend: Attend,

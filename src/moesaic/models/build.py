@@ -74,7 +74,7 @@ from moesaic.spec.model import (
     MoeSpec,
     RopeSpec,
 )
-from moesaic.spec.numerics import DType, Numerics
+from moesaic.spec.numerics import DType, Format, Numerics
 from moesaic.spec.numerics import preset as numerics_of
 
 FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
@@ -130,14 +130,15 @@ def load(
     num_threads: int,
     preset: str = "portable",
     dtype: DType | None = None,
+    format: Format | None = None,
     backend: str | None = None,
     available_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Read config.json and the weights beside it.
 
-    `dtype` None is the checkpoint's own (float32 for float16, which it holds exactly); `backend` None is the
-    fastest on this machine.
+    `dtype` None is the checkpoint's own (float32 for float16, which it holds exactly); `format` is of the
+    weights, None that dtype; `backend` None is the fastest on this machine.
 
     Units:  available_bytes is what the weights may take of this machine's memory; None: not checked.
     Raises: ConfigError for the config; UnsupportedModelError naming what the engine lacks; CheckpointError
@@ -146,7 +147,9 @@ def load(
     """
     checkpoint = Checkpoint.open(path)
     spec = read_spec(path)
-    numerics = numerics_of(preset, dtype=dtype or spec.dtype, backend=backend or default_backend())
+    numerics = numerics_of(
+        preset, dtype=dtype or spec.dtype, backend=backend or default_backend(), format=format
+    )
     return build(
         checkpoint,
         spec,
@@ -184,7 +187,7 @@ def build(
     check_memory(checkpoint, accounting, numerics, available_bytes)
     ops = choose(numerics, num_threads=num_threads)
     proof = ops.prove(
-        matmul_shapes(accounting),
+        matmul_shapes(accounting, numerics),
         float32_weights=router_shapes(accounting),
         heads=[
             _head_widths(layer.mixer) for layer in spec.layers if isinstance(layer.mixer, GqaSpec | MlaSpec)
@@ -232,13 +235,12 @@ def _head_widths(mixer: GqaSpec | MlaSpec) -> tuple[int, int]:
 
 def _decoder(spec: ModelSpec, weights: Weights, ops: Ops) -> Decoder:
     parts = _Parts(spec, weights, ops)
-    embedding_VD = weights.model["embedding"]
     return Decoder(
-        embedding_VD=embedding_VD,
+        embedding_VD=weights.model["embedding"],
         layers=[parts.layer(layer_idx, layer) for layer_idx, layer in enumerate(spec.layers)],
         norm=parts.norm(weights.model, "norm"),
         head=Head(
-            weight_VD=embedding_VD if spec.has_tied_head else weights.model["head"],
+            weight_VD=weights.head_VD,
             bias_V=weights.model.get("head_bias"),
             scale=spec.logit_scale,
             softcap=spec.logit_softcap,
@@ -261,7 +263,7 @@ class _Parts:
 
     def layer(self, layer_idx: int, layer: LayerSpec) -> DecoderLayer:
         """The layer, with its weights."""
-        norms, scale = self.weights.layers[layer_idx]["norm"], self.spec.residual_scale
+        norms, scale = self.weights.floats(layer_idx, "norm"), self.spec.residual_scale
         mixer, ffn = None, None
         if layer.mixer is not None:
             mixer = MixerHalf(
@@ -290,6 +292,7 @@ class _Parts:
     def mixer(self, layer_idx: int, mixer: object) -> Mixer:
         """Grouped-query, latent or linear attention over one rank's pool."""
         # Taken out, not looked up: latent attention keeps kv_b in a form of its own; this one can be freed.
+        sinks_H = self.weights.floats(layer_idx, "mixer").get("sinks")
         weights = self.weights.layers[layer_idx].pop("mixer")
         if isinstance(mixer, MlaSpec):
             attend = PagedAttend.of(mixer, self.ops)
@@ -301,7 +304,7 @@ class _Parts:
         assert isinstance(mixer, GqaSpec), (
             "other mixers have no parameters and were refused by the accounting"
         )
-        attend = PagedAttend.of(mixer, self.ops, weights.get("sinks"))
+        attend = PagedAttend.of(mixer, self.ops, sinks_H)
         rope = None if mixer.rope is None else self.rope(mixer.rope)
         return GqaAttention(mixer, weights, self.ops, rope, attend, norm_eps=self.spec.norm_eps)
 
@@ -321,14 +324,15 @@ class _Parts:
         self.num_moe += 1
         return MoeBlock(
             moe_idx=self.num_moe - 1,
-            router=self.router(ffn, weights["router"]),
+            router=self.router(ffn, self.weights.floats(layer_idx, "router")),
             routed=Staged(tokens=self.dispatcher, experts=self.dispatcher, ffn=LoopFfn(ffn, store, self.ops)),
             shared=None if ffn.shared is None else DenseBlock(ffn.shared, weights["shared"], self.ops),
-            norms=self.branch_norms(weights["norm"]) if ffn.has_branch_norms else BranchNorms(),
+            norms=self.branch_norms(layer_idx) if ffn.has_branch_norms else BranchNorms(),
         )
 
-    def branch_norms(self, weights: Mapping[str, Tensor]) -> BranchNorms:
+    def branch_norms(self, layer_idx: int) -> BranchNorms:
         """The norms around the experts and around the network beside them."""
+        weights = self.weights.floats(layer_idx, "norm")
         return BranchNorms(
             routed_in=self.norm(weights, "routed_in"),
             routed_out=self.norm(weights, "routed_out"),

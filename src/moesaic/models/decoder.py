@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moesaic.experts.contract import Tag
 from moesaic.kernels.ops import Ops
+from moesaic.kernels.panel import Weight
 from moesaic.kv.pool import BatchLayout, KvPool
 from moesaic.models.moe_block import Dense, MoeBlock, Norm, Observe
 from moesaic.steps import Steps
@@ -78,7 +79,7 @@ class Head:
     Shapes:  weight_VD [V, D]; bias_V [V] or None.
     """
 
-    weight_VD: Tensor
+    weight_VD: Weight
     ops: Ops
     bias_V: Tensor | None = None
     scale: float = 1.0
@@ -93,7 +94,7 @@ class Head:
 class Decoder:
     """Token ids to hidden states, and hidden states to logits.
 
-    Shapes:  embedding_VD [V, D], the head's own weight where the two are tied.
+    Shapes:  embedding_VD [V, D], the head's own weight where the two are tied, unless that is rounded.
     """
 
     def __init__(

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from moesaic.kernels.ops import Ops
+from moesaic.kernels.panel import Weight
+from moesaic.layers.linear import WeightSet
 from moesaic.spec.model import DenseSpec
 
 
@@ -16,22 +18,28 @@ class DenseBlock:
     Our weight names: gate up down, gate_bias up_bias down_bias, output_gate.
     """
 
-    def __init__(self, spec: DenseSpec, weights: Mapping[str, Tensor], ops: Ops) -> None:
-        self.spec = spec
-        self.weights = weights
-        self.ops = ops
+    def __init__(self, spec: DenseSpec, weights: Mapping[str, Weight], ops: Ops) -> None:
+        owner = WeightSet("a dense network", weights)
+        hidden = weights["down"].shape[0] if "down" in weights else 0
+        inner = (spec.width, hidden)
+        self._spec = spec
+        self._ops = ops
+        self._gate = owner.linear("gate", inner, ops, has_bias=spec.has_bias) if spec.is_gated else None
+        self._up = owner.linear("up", inner, ops, has_bias=spec.has_bias)
+        self._down = owner.linear("down", (hidden, spec.width), ops, has_bias=spec.has_bias, is_inner=True)
+        self._open = owner.linear("output_gate", (1, hidden), ops) if spec.has_output_gate else None
+        owner.finish()
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """y_TD in the seam dtype."""
-        spec, weights, ops = self.spec, self.weights, self.ops
-        up_TF = ops.linear(x_TD, weights["up"], weights.get("up_bias"))
-        if spec.is_gated:
-            gate_TF = ops.linear(x_TD, weights["gate"], weights.get("gate_bias"))
-            inner_TF = ops.activation(gate_TF, up_TF, spec.activation)
+        spec, ops = self._spec, self._ops
+        up_TF = self._up(x_TD)
+        if self._gate is not None:
+            inner_TF = ops.activation(self._gate(x_TD), up_TF, spec.activation)
         else:
             inner_TF = ops.activation(up_TF, None, spec.activation)
-        y_TD = ops.linear_inner(inner_TF, weights["down"], weights.get("down_bias"))
-        if not spec.has_output_gate:
+        y_TD = self._down(inner_TF)
+        if self._open is None:
             return y_TD
-        open_T1 = ops.sigmoid(ops.linear(x_TD, weights["output_gate"]))
+        open_T1 = ops.sigmoid(self._open(x_TD))
         return (open_T1 * y_TD.float()).to(y_TD.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import cast
 
 import torch
@@ -14,10 +15,12 @@ from moesaic.experts.blob import Part
 from moesaic.experts.store import ExpertLoader, ResidentStore
 from moesaic.kernels import mxfp4
 from moesaic.kernels.formats import torch_dtype
+from moesaic.kernels.panel import Weight, pack_panels
 from moesaic.models.accounting import Accounting, Filling
 from moesaic.models.checkpoint import Checkpoint, check_finite
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.numerics import DTYPE_BYTES, DType, Numerics
+from moesaic.spec.numerics import DTYPE_BYTES, Format, Numerics
+from moesaic.spec.quantised import QUANTISED
 from moesaic.units import format_bytes
 
 Progress = Callable[[int, int], None]
@@ -34,9 +37,10 @@ def check_memory(
     weight_bytes = weight_bytes_of(accounting, numerics)
     read_bytes = max(_read_bytes(checkpoint, filling) for filling in accounting.fillings)
     need = weight_bytes + read_bytes
+    kept = numerics.formats.default.weight
     if available_bytes is not None and need > available_bytes:
         raise HostMemoryShort(
-            f"{checkpoint.path} needs {format_bytes(need)} of memory (weights in {numerics.seam_dtype} "
+            f"{checkpoint.path} needs {format_bytes(need)} of memory (weights in {kept} "
             f"{format_bytes(weight_bytes)}, one tensor while it is read {format_bytes(read_bytes)}), and "
             f"{format_bytes(available_bytes)} are available; free memory, use a larger machine or a smaller "
             "model"
@@ -58,9 +62,13 @@ def _read_bytes(checkpoint: Checkpoint, filling: Filling) -> int:
 
 def weight_bytes_of(accounting: Accounting, numerics: Numerics) -> int:
     """Bytes of the weights in memory."""
-    return sum(
-        filling.num_elements * DTYPE_BYTES[_kept(filling, numerics)] for filling in accounting.fillings
-    )
+    tied = next((one for one in accounting.fillings if one.name == "embedding"), None)
+    has_head = any(one.name == "head" for one in accounting.fillings)
+    format = numerics.formats.default.weight
+    head_bytes = 0
+    if tied is not None and not has_head and format in QUANTISED:
+        head_bytes = QUANTISED[format].matrix_bytes(*tied.shape)
+    return head_bytes + sum(_kept_bytes(filling, numerics) for filling in accounting.fillings)
 
 
 def decoding_note(checkpoint: Checkpoint, accounting: Accounting, numerics: Numerics) -> str | None:
@@ -69,18 +77,60 @@ def decoding_note(checkpoint: Checkpoint, accounting: Accounting, numerics: Nume
     if not packed:
         return None
     stored = sum(_stored_bytes(checkpoint, filling) for filling in packed)
-    kept = sum(filling.num_elements * DTYPE_BYTES[_kept(filling, numerics)] for filling in packed)
+    kept = sum(_kept_bytes(filling, numerics) for filling in packed)
     formats = ", ".join(sorted({str(filling.packed) for filling in packed}))
+    weight = numerics.formats.default.weight
+    how = "and rounded to" if weight in QUANTISED else "exactly, to"
     return (
-        f"expert weights: {format_bytes(stored)} of {formats} in the checkpoint are decoded, exactly, to "
-        f"{format_bytes(kept)} of {numerics.seam_dtype} in memory"
+        f"expert weights: {format_bytes(stored)} of {formats} in the checkpoint are decoded, {how} "
+        f"{format_bytes(kept)} of {weight} in memory"
     )
 
 
-def _kept(filling: Filling, numerics: Numerics) -> DType:
-    """The dtype a tensor ends in: what is read wide, and the per-head maps of latent attention."""
-    is_wide = _is_wide(filling) or (filling.half == "mixer" and filling.name == "kv_b")
-    return "float32" if is_wide else numerics.seam_dtype
+def _kept_bytes(filling: Filling, numerics: Numerics) -> int:
+    """Bytes of a parameter in memory."""
+    if filling.half == "experts" and filling.expert_id is None:
+        assert filling.layer_idx is not None, "experts belong to a layer"
+        pairs = [numerics.formats.of_expert(filling.layer_idx, i) for i in range(filling.shape[0])]
+        return sum(_bytes_in(filling, filling.shape[1:], pair.weight) for pair in pairs)
+    return _bytes_in(filling, filling.shape, _kept(filling, numerics))
+
+
+def _bytes_in(filling: Filling, shape: tuple[int, ...], format: Format) -> int:
+    if format not in QUANTISED:
+        return prod(shape) * DTYPE_BYTES[format]
+    if len(shape) == 1:
+        return prod(shape) * DTYPE_BYTES["float32"]  # a bias beside the integers
+    halves = 2 if filling.name.startswith("gate_up") else 1  # each padded by itself
+    return halves * QUANTISED[format].matrix_bytes(shape[0] // halves, shape[1])
+
+
+def _kept(filling: Filling, numerics: Numerics) -> Format:
+    """The format a tensor ends in."""
+    if filling.half == "experts":
+        assert filling.layer_idx is not None, "experts belong to a layer"
+        assert filling.expert_id is not None, "of all experts at once each has a format of its own"
+        return numerics.formats.of_expert(filling.layer_idx, filling.expert_id).weight
+    # The per-head maps of latent attention are widened by their layer.
+    if _is_wide(filling) or (filling.half == "mixer" and filling.name == "kv_b"):
+        return "float32"
+    return numerics.formats.default.weight if _is_quantised(filling, numerics) else numerics.seam_dtype
+
+
+def _is_quantised(filling: Filling, numerics: Numerics) -> bool:
+    """Whether a parameter outside the experts is rounded to the numerics' integer format."""
+    is_integer = numerics.formats.default.weight in QUANTISED
+    return is_integer and _is_matmul(filling) and filling.name not in _GATE_NAMES
+
+
+def _is_matmul(filling: Filling) -> bool:
+    """Whether a matmul in the seam dtype sees a parameter as its weight."""
+    is_vector = len(filling.shape) < 2 or filling.name.endswith("_bias")
+    return not (is_vector or filling.half == "router" or filling.name in ("embedding", "kv_b", "conv"))
+
+
+_GATE_NAMES = ("output_gate", "a", "b", "ba")
+"""Matrices of a few rows that open or decay all others: they stay floats beside integer weights."""
 
 
 def _is_wide(filling: Filling) -> bool:
@@ -92,15 +142,16 @@ _WIDE_NAMES = ("decay_log", "decay_bias", "out_norm")
 """Small vectors of recurrent mixers, which checkpoints store in float32 beside bfloat16 matrices."""
 
 
-def matmul_shapes(accounting: Accounting) -> tuple[tuple[int, int], ...]:
-    """The shapes [F, D] that a matmul in the seam dtype will see; gate and up of an expert are one matmul."""
+def matmul_shapes(accounting: Accounting, numerics: Numerics) -> tuple[tuple[int, int], ...]:
+    """The shapes [F, D] of the floats that a matmul will see; gate and up of an expert are one matmul."""
     found: dict[tuple[int, int], None] = {}
     for filling in accounting.fillings:
-        is_vector = len(filling.shape) < 2 or filling.name.endswith("_bias")
-        if filling.name in ("embedding", "kv_b", "conv") or filling.half == "router" or is_vector:
+        is_expert = filling.half == "experts"
+        is_integer = is_expert and numerics.formats.default.weight in QUANTISED
+        if not _is_matmul(filling) or is_integer or _is_quantised(filling, numerics):
             continue
         rows, width = filling.shape[-2:]
-        is_half = filling.half == "experts" and filling.name in ("gate", "up")
+        is_half = is_expert and filling.name in ("gate", "up")
         found[2 * rows if is_half else rows, width] = None
     return tuple(found)
 
@@ -116,8 +167,14 @@ class Weights:
     """Every tensor of a model in its final place."""
 
     model: dict[str, Tensor]
-    layers: tuple[dict[str, dict[str, Tensor]], ...]  # by half, by our name
+    head_VD: Weight  # the embedding itself where the two are tied and neither is rounded
+    layers: tuple[dict[str, dict[str, Weight]], ...]  # by half, by our name
     store: ResidentStore | None
+
+    def floats(self, layer_idx: int, half: str) -> dict[str, Tensor]:
+        """The parameters of half a layer that are in no integer format."""
+        found = self.layers[layer_idx].get(half, {})
+        return {name: weight for name, weight in found.items() if isinstance(weight, Tensor)}
 
 
 def read_weights(
@@ -128,9 +185,9 @@ def read_weights(
     progress: Progress | None,
 ) -> Weights:
     """Stream the checkpoint; at most one tensor is held outside its place at any time."""
-    seam = torch_dtype(numerics.seam_dtype)
     model: dict[str, Tensor] = {}
-    layers: tuple[dict[str, dict[str, Tensor]], ...] = tuple({} for _ in spec.layers)
+    head_VD: Weight | None = None
+    layers: tuple[dict[str, dict[str, Weight]], ...] = tuple({} for _ in spec.layers)
     experts = ExpertLoader(spec.moe_layers, numerics.formats) if spec.moe_layers else None
     num_read, total = 0, sum(_stored_bytes(checkpoint, filling) for filling in accounting.fillings)
     for filling in accounting.fillings:
@@ -138,19 +195,35 @@ def read_weights(
             assert experts is not None, "experts are accounted for in sparse layers only"
             _read_experts(checkpoint, filling, experts)
         else:
-            dtype = torch.float32 if _is_wide(filling) else seam
-            tensor = checkpoint.read(filling.key, shape=filling.stored_shape).to(dtype).view(filling.shape)
-            if filling.offset:
-                tensor = tensor + filling.offset
-            i = filling.layer_idx
-            place = model if i is None else layers[i].setdefault(filling.half, {})
-            place[filling.name] = tensor
+            weight = _read(checkpoint, filling, numerics)
+            if filling.layer_idx is not None:
+                layers[filling.layer_idx].setdefault(filling.half, {})[filling.name] = weight
+            elif filling.name == "head":
+                head_VD = weight
+            else:
+                assert isinstance(weight, Tensor), "of a model's own parameters the head alone is rounded"
+                model[filling.name] = weight
         num_read += _stored_bytes(checkpoint, filling)
         if progress is not None:
             progress(num_read, total)
     if accounting.tied_head is not None:
         _check_tied(checkpoint, accounting.tied_head, model["embedding"])
-    return Weights(model=model, layers=layers, store=None if experts is None else experts.finish())
+    if head_VD is None:
+        format = numerics.formats.default.weight
+        head_VD = model["embedding"]
+        if format in QUANTISED:
+            head_VD = pack_panels(head_VD, format, name="the head, which is the embedding")
+    store = None if experts is None else experts.finish()
+    return Weights(model=model, head_VD=head_VD, layers=layers, store=store)
+
+
+def _read(checkpoint: Checkpoint, filling: Filling, numerics: Numerics) -> Weight:
+    """One parameter outside the experts, in the format in which it stays."""
+    tensor = checkpoint.read(filling.key, shape=filling.stored_shape).view(filling.shape)
+    if _is_quantised(filling, numerics):
+        return pack_panels(tensor, numerics.formats.default.weight, name=filling.key)
+    dtype = torch.float32 if _is_wide(filling) else torch_dtype(numerics.seam_dtype)
+    return tensor.to(dtype) + filling.offset if filling.offset else tensor.to(dtype)
 
 
 def _read_experts(checkpoint: Checkpoint, filling: Filling, experts: ExpertLoader) -> None:

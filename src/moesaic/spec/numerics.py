@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from moesaic.errors import ConfigError, nearest
 from moesaic.hashing import digest
@@ -32,6 +32,7 @@ Format = Literal[
 Preset = Literal["portable", "fast"]
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
+FORMATS: tuple[Format, ...] = get_args(Format)
 PRESETS: tuple[Preset, ...] = ("portable", "fast")
 
 
@@ -65,7 +66,7 @@ class FormatPair:
 
     @classmethod
     def of(cls, weight: Format) -> FormatPair:
-        """The pair that kernels multiply: integer weights meet rows of int8, others rows of their own kind."""
+        """The pair that kernels multiply: integer weights meet rows of int8, others their own kind."""
         return cls(weight=weight, activation=ACTIVATION_FORMAT if weight in QUANTISED else weight)
 
 

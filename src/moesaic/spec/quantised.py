@@ -1,4 +1,4 @@
-"""Integer formats of weights: bits, groups, zero points, and the bytes that a matrix takes. No numbers, no torch.
+"""Integer formats of weights: bits, groups, zero points, and the bytes that a matrix takes. Torch-free.
 
 A group is the numbers of one row of a weight that share a scale (float16), and a zero point where the format
 has them. Kernels read panels of 16 rows, each with its scales and zero points in front of its groups.
@@ -66,8 +66,8 @@ class Quantised:
         fitting = [one.name for one in QUANTISED.values() if one._fits(width, num_shards)]
         raise ConfigError(
             f"{self.name} weights with rows of {width} cannot be split into {num_shards} shards: "
-            f"{width} / {num_shards} = {width / num_shards:g} is not a multiple of {unit}; ask for fewer shards"
-            + (f", or a format that fits: {', '.join(fitting)}" if fitting else "")
+            f"{width} / {num_shards} = {width / num_shards:g} is not a multiple of {unit}; ask for fewer "
+            "shards" + (f", or a format that fits: {', '.join(fitting)}" if fitting else "")
         )
 
     def _fits(self, width: int, num_shards: int) -> bool:

@@ -46,7 +46,8 @@ def test_panels_hold_what_was_packed(rows: int, width: int, format: Format) -> N
     assert panels.shape == (rows, width)
     back = panels.unpack()
     assert torch.equal(back.data, packed.data)
-    assert back.scales is not None and packed.scales is not None
+    assert back.scales is not None
+    assert packed.scales is not None
     assert torch.equal(back.scales, packed.scales)
     assert (back.zeros is None) == (packed.zeros is None)
     if packed.zeros is not None and back.zeros is not None:
@@ -165,9 +166,9 @@ def test_what_a_format_cannot_hold_is_refused_by_name(format: Format) -> None:
     for bad in (float("nan"), float("inf")):
         weight_FD = noise((3, 64))
         weight_FD[1, 2] = bad
-        with pytest.raises(CheckpointError, match=r"layer 3, up: 1 of 192 numbers are NaN or infinite"):
+        with pytest.raises(CheckpointError, match=f"layer 3, up holds numbers that are NaN.*{format}"):
             pack(weight_FD, format, name="layer 3, up")
-    with pytest.raises(CheckpointError, match="layer 3, up.*float16's 65504"):
+    with pytest.raises(CheckpointError, match=r"layer 3, up.*float16's 65504"):
         pack(noise((3, 64)) * 1e9, format, name="layer 3, up")
 
 
@@ -197,8 +198,8 @@ def test_the_boundary_refuses_or_computes(data: st.DataObject) -> None:
     name = data.draw(
         st.sampled_from(["rows", "columns", "width", "weight_bytes", "sections", "group", "bits", "shards"])
     )
-    near = {"columns": [36, 40], "width": [95 - 32, 97], "sections": [0, 3], "group": [0, 31, 33, 64],
-            "bits": [0, 5, 8], "shards": [0, 2, 3], "weight_bytes": [0, weight_FD.data.numel() - 1]}  # fmt: skip
+    near = {"columns": [36, 40], "width": [95 - 32, 97], "sections": [0, 3], "group": [0, 31, 64],
+            "bits": [0, 5, 8], "shards": [0, 2, 3], "weight_bytes": [0, 1 << 20]}  # fmt: skip
     value = data.draw(st.one_of(wrong, st.sampled_from(near[name])) if name in near else wrong)
     with pytest.raises(ValueError, match="linear"):
         kernels.packed_linear(**(good | {name: value}))

@@ -75,7 +75,7 @@ class NativeOps(ReferenceOps):
     def _multiply(
         self, x_TD: Tensor, weight_FD: Weight, *, num_shards: int = 1, out: torch.dtype | None = None
     ) -> Tensor:
-        """[T, F] of `out`, which is the weight's dtype (the seam's of integers) unless float32 is asked for."""
+        """[T, F] of `out`: the weight's dtype, the seam's for integers, or float32 where it is asked for."""
         if isinstance(weight_FD, PanelWeight):
             return self._integer(x_TD, weight_FD, num_shards=num_shards, out=out)
         dtype = weight_FD.dtype
