@@ -25,6 +25,7 @@ from moesaic.audit import matrix, probe, prompts, verify
 from moesaic.audit.child import ChildFailed, ChildKilled, Job, run_child
 from moesaic.audit.verify import Verification, dump_json
 from moesaic.cli.verify import render
+from moesaic.engine.config import EngineConfig
 from moesaic.errors import ConfigError, MoesaicError, UnsupportedModelError
 from moesaic.kernels.ops import backends
 from moesaic.models.build import load
@@ -65,7 +66,11 @@ def without_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_verify(folder: Path, reference: Path | None = None, **options: Any) -> Verification:
     other = None if reference is None else locate(str(reference))
     options = {"num_threads": 1, "num_tokens": 2} | options
-    return verify.verify(locate(str(folder)), reference=other, **options)
+    wished = {
+        name: options.pop(name) for name in ("dtype", "format", "num_threads", "backend") if name in options
+    }
+    wishes = EngineConfig(model=str(folder), **wished)
+    return verify.verify(locate(str(folder)), wishes, reference=other, **options)
 
 
 # Of each make one: scalars after layers, scaled embeddings, biases and sinks, other places of layers, states.
@@ -337,6 +342,16 @@ def test_tensors_are_settled_as_a_load_settles_them(tmp_path: Path, kind: str) -
     tensors["odd.weight"] = tensors.pop(lost)
     save_file(tensors, folder / "model.safetensors")
     assert probe.unsettled(str(folder)) == (["odd.weight"], [lost])
+
+
+@pytest.mark.usefixtures("without_matrix")
+def test_rounded_weights_are_stated_and_not_judged(tmp_path: Path) -> None:
+    found = run_verify(write_checkpoint(tmp_path, CONFIGS["olmoe"]()), format="int4-g32")
+    [one] = found.passes
+    assert found.failures == ()
+    assert one.first_difference is None
+    assert any(stage.num_far for stage in one.stages)
+    assert any("weights=int4-g32 is lossy" in note for note in found.notes)
 
 
 @pytest.mark.usefixtures("without_matrix")

@@ -45,6 +45,7 @@ def probe(job: Job, say: Say) -> Mapping[str, Any]:
         num_threads=job.num_threads,
         dtype=job.dtype,  # type: ignore[arg-type]  # checked by the parent
         backend=job.backend,
+        format=job.format,  # type: ignore[arg-type]  # checked by the parent
         available_bytes=read_machine().available_bytes,
     )
     for i, prompt in enumerate(job.prompts):

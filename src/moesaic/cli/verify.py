@@ -13,7 +13,8 @@ import typer
 
 from moesaic.audit.prompts import HEAVY_TOKENS, NUM_TOKENS
 from moesaic.audit.verify import Pass, Verification, dump_json, verify
-from moesaic.engine.config import read_environment, read_hub_cache
+from moesaic.cli.options import FormatName
+from moesaic.engine.config import EngineConfig, read_environment, read_hub_cache
 from moesaic.errors import ConfigError
 from moesaic.spec.locate import Located, locate
 from moesaic.units import format_bytes
@@ -28,6 +29,7 @@ def verify_command(
         str | None,
         typer.Option(help="float32 or bfloat16 [default: float32 if memory holds it, and the checkpoint's]."),
     ] = None,
+    weight_format: FormatName = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads to compute with [default: all].")
     ] = None,
@@ -52,12 +54,18 @@ def verify_command(
     if find_spec("torch") is None:  # else a child process would say so, in its own words
         raise ModuleNotFoundError("verify runs the model", name="torch")
     hub, environment = read_hub_cache(), read_environment()
-    found = verify(
-        locate(model, hub=hub, needs_weights=True),
-        reference=None if reference is None else _locate_reference(reference, hub),
-        dtype=dtype,
+    located = locate(model, hub=hub, needs_weights=True)
+    wishes = EngineConfig(
+        model=str(located.weights_folder()),
+        dtype=dtype,  # type: ignore[arg-type]  # checked by the dataclass
+        format=weight_format,  # type: ignore[arg-type]  # checked by the dataclass
         num_threads=threads or environment.num_threads,
         backend=environment.backend,
+    )
+    found = verify(
+        located,
+        wishes,
+        reference=None if reference is None else _locate_reference(reference, hub),
         prompts=prompts,
         num_tokens=tokens,
         show=_show_since(time.monotonic()),

@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from moesaic.errors import CheckpointError
 from moesaic.experts.blob import ALIGNMENT_BYTES, BlobLayout, ExpertBlob, Part, pack_expert
+from moesaic.kernels.formats import pack as quantise
+from moesaic.kernels.panel import PanelWeight
 from moesaic.spec.experts import ExpertKey
 from moesaic.spec.model import GateSpec, MoeSpec
 from moesaic.spec.numerics import DTYPE_BYTES, Format
+from moesaic.spec.quantised import QUANTISED
 
 
 def moe_spec(inner: int = 24, width: int = 40, *, is_gated: bool = True, has_bias: bool = True) -> MoeSpec:
@@ -52,6 +55,42 @@ def test_unpack_of_pack_is_the_identity(
     assert set(unpacked) == set(parts)
     for part, tensor in parts.items():
         assert torch.equal(unpacked[part], tensor.to(unpacked[part].dtype))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    inner=st.integers(1, 40),
+    width=st.integers(1, 140),
+    is_gated=st.booleans(),
+    has_bias=st.booleans(),
+    format=st.sampled_from(list(QUANTISED)),
+)
+def test_integer_parts_are_packed_each_by_itself_and_biases_stay(
+    inner: int, width: int, is_gated: bool, has_bias: bool, format: Format
+) -> None:
+    layout = BlobLayout.of(moe_spec(inner, width, is_gated=is_gated, has_bias=has_bias), format)
+    parts = random_parts(layout)
+    data = pack_expert(layout, parts)
+    weights = layout.weights(data)
+    inners = [quantise(parts[part], format).unpack(torch.float32) for part in ("gate", "up")[not is_gated :]]
+    assert isinstance(weights.inner_FD, PanelWeight)
+    assert weights.inner_FD.shape == (len(inners) * inner, width)
+    assert torch.equal(weights.inner_FD.unpack().unpack(torch.float32), torch.cat(inners))
+    assert isinstance(weights.down_DF, PanelWeight)
+    down_DF = quantise(parts["down"], format).unpack(torch.float32)
+    assert torch.equal(weights.down_DF.unpack().unpack(torch.float32), down_DF)
+    if has_bias:
+        names = ("gate_bias", "up_bias")[not is_gated :]
+        assert torch.equal(weights.inner_bias_F, torch.cat([parts[name] for name in names]))
+    assert torch.equal(pack_expert(layout, parts), data), "equal experts have equal bytes"
+
+
+def test_what_an_integer_format_cannot_hold_is_refused_with_the_parts_name() -> None:
+    layout = BlobLayout.of(moe_spec(), "int4-g32")
+    parts = random_parts(layout)
+    parts["up"][3, 5] = float("nan")
+    with pytest.raises(CheckpointError, match="up holds numbers that are NaN or infinite"):
+        pack_expert(layout, parts)
 
 
 def test_parts_follow_each_other_and_matrices_start_at_cache_lines() -> None:

@@ -16,9 +16,9 @@ from moesaic.experts.contract import ExpertBatch, Tag, Wave
 from moesaic.experts.ffn import GROUP_ROWS, LoopFfn
 from moesaic.experts.store import ExpertLoader, ResidentStore
 from moesaic.kernels.formats import pack
-from moesaic.kernels.ops import Ops, choose
+from moesaic.kernels.ops import Ops, backends, choose
 from moesaic.spec.model import Activation, GateSpec, MoeSpec
-from moesaic.spec.numerics import DType, FormatMap, FormatPair, preset
+from moesaic.spec.numerics import DType, Format, FormatMap, FormatPair, preset
 from moesaic.steps import drive
 
 WIDTH, INNER = 24, 10
@@ -163,6 +163,18 @@ def test_one_expert_may_have_another_format() -> None:
     assert has_changed[4:10].any()
     assert not has_changed[:4].any()
     assert not has_changed[10:].any()
+
+
+@pytest.mark.parametrize("format", ["int8", "int4-g32-zp"])
+def test_integer_experts_are_near_the_floats_alike_on_every_backend(format: Format) -> None:
+    spec, batch = moe_spec(4, has_bias=True), make_batch([4, 0, 3, 2])
+    exact = run(make_experts(spec, make_ops())[0], batch)
+    found = []
+    for backend in backends():
+        ops = choose(preset("portable", dtype="float32", backend=backend, format=format), num_threads=1)
+        found.append(run(make_experts(spec, ops)[0], batch))
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert 1e-4 < float((found[0] - exact).norm() / exact.norm()) < (0.03 if format == "int8" else 0.2)
 
 
 class LateStore(ResidentStore):

@@ -206,6 +206,9 @@ def test_a_format_that_no_kernel_takes_is_refused() -> None:
     mixed = FormatMap(default=FormatPair(weight="bfloat16", activation="float32"))
     with pytest.raises(ConfigError, match="bfloat16 weights and float32 rows"):
         ExpertLoader(LAYERS, mixed)
+    wide = FormatMap(default=FormatPair(weight="int4-g32", activation="bfloat16"))
+    with pytest.raises(ConfigError, match=r"int4-g32 weights and bfloat16 rows.*use int8-g32 rows"):
+        ExpertLoader(LAYERS, wide)
 
 
 def test_experts_that_fit_nowhere_are_refused() -> None:
