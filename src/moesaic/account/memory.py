@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from moesaic.account.params import count_params, expert_biases, expert_weights
 from moesaic.errors import ConfigError, nearest
-from moesaic.spec.model import Component, ModelSpec, MoeSpec
-from moesaic.spec.numerics import Format
+from moesaic.spec.model import Component, MlaSpec, ModelSpec, MoeSpec
+from moesaic.spec.numerics import DTYPE_BYTES, Format
+from moesaic.spec.quantised import QUANTISED, SCALE_BYTES
 
 USABLE_SHARE = 0.9
 """Part of a device's memory that weights and KV may fill; the rest is activations, buffers and the runtime.
@@ -98,6 +99,30 @@ def weight_bytes(spec: ModelSpec, weight_format: str | None = None) -> Mapping[C
             size = sum(moe.num_experts * _expert_size(spec, moe, bits) for _, moe in spec.moe_layers)
         found[component] = round(size)
     return found
+
+
+def rounded_bytes(spec: ModelSpec, format: str) -> int:
+    """About how much memory our engine's weights take when they are rounded to an integer format on load.
+
+    Left out are the padding of odd shapes and small matrices that stay floats: some percent.
+
+    Raises: ConfigError for a format that is not one of integers.
+    """
+    if format not in QUANTISED:
+        raise ConfigError(f"{format!r} is not a format of integers; {nearest(format, QUANTISED)}")
+    kind, own_bits = QUANTISED[format], 8.0 * DTYPE_BYTES[spec.dtype]
+    group_bits = 8.0 * SCALE_BYTES + 8.0 * kind.has_zeros
+    rounded_bits = kind.bits + group_bits / kind.group_size(spec.hidden)
+    total = dict(count_params(spec).total)
+    # A tied head is a rounded copy beside the embedding.
+    total["head"] += spec.vocab * spec.hidden if spec.has_tied_head else 0
+    # Latent attention keeps the maps of its heads in float32.
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, MlaSpec)]
+    wide = sum(one.num_heads * (one.nope_dim + one.value_dim) * one.kv_lora_rank for one in mixers)
+    total["attention"] -= wide
+    bits = dict.fromkeys((*_QUANTISED, "head"), rounded_bits) | {"router": 32.0}
+    num_bits = sum(count * bits.get(component, own_bits) for component, count in total.items())
+    return round((num_bits + 32 * wide) / 8)
 
 
 def expert_bytes(spec: ModelSpec, moe: MoeSpec, weight_format: str | None = None) -> int:

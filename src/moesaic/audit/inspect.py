@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moesaic.account.flops import token_flops
-from moesaic.account.memory import devices_for_weights, expert_bytes, kv_footprint, weight_bytes
+from moesaic.account.memory import (
+    devices_for_weights,
+    expert_bytes,
+    kv_footprint,
+    rounded_bytes,
+    weight_bytes,
+)
 from moesaic.account.params import count_params, mtp_params
 from moesaic.account.traffic import BalancePoint, StepTraffic, balance_point, sparsity, step_traffic
 from moesaic.errors import CheckpointError
@@ -22,6 +28,7 @@ from moesaic.spec.folder import INDEX_FILE, missing_files
 from moesaic.spec.hardware import Machine, machine
 from moesaic.spec.locate import Located, locate
 from moesaic.spec.model import ModelSpec
+from moesaic.spec.quantised import QUANTISED
 from moesaic.spec.safetensors import read_header
 
 CONTEXT_LEN = 1024
@@ -83,6 +90,7 @@ class Inspection:
     weight_format: str
     weight_bytes: int
     weight_bytes_by_component: Mapping[str, int]
+    rounded_bytes: Mapping[str, int]  # of the weights, by --format, if this engine runs the model; lossy
     expert_bytes: int
     expert_bytes_per_layer: tuple[int, ...]
     kv_bytes_per_token: int  # while a token is inside every window
@@ -148,6 +156,7 @@ def _inspect_gguf(file: Gguf, batch: int | None, views: Sequence[Machine]) -> In
         weight_bytes=sum(sizes.values()),
         weight_bytes_by_component={str(name): size for name, size in sizes.items()},
         bytes_by_tensor_type=dict(type_bytes(file.tensors)),
+        rounded_bytes={},
     )
 
 
@@ -192,6 +201,7 @@ def _collect(
         weight_format=spec.weight_format,
         weight_bytes=total,
         weight_bytes_by_component={str(name): size for name, size in sizes.items()},
+        rounded_bytes={one: rounded_bytes(spec, one) for one in QUANTISED} if spec.is_runnable else {},
         expert_bytes=max(blobs, default=0),
         expert_bytes_per_layer=blobs,
         kv_bytes_per_token=kv.bytes_per_token_inside,

@@ -15,6 +15,8 @@ from moesaic.units import format_bytes, format_count
 
 MAX_TOPOLOGY_BYTES = 2**20
 
+_SHOWN = ("int8", "int8-g32", "int4-g32", "int4-g128")
+
 
 def inspect_command(
     model: Annotated[
@@ -111,6 +113,7 @@ def render(found: Inspection) -> str:
         ),
         *_components(found),
         _row("weights", f"{format_bytes(found.weight_bytes)}, experts stored as {found.weight_format}"),
+        *_rounded(found),
         _row("KV", _kv(found)),
         _row(
             "operations",
@@ -170,6 +173,14 @@ def _layer_ranges(found: Inspection) -> str:
 
 def _spread(values: tuple[int, ...]) -> str:
     return str(values[0]) if len(set(values)) == 1 else f"{min(values)} to {max(values)}"
+
+
+def _rounded(found: Inspection) -> list[str]:
+    """What the weights take in memory when `serve --format` rounds them, in the formats most asked for."""
+    sizes = [
+        f"{one} {format_bytes(found.rounded_bytes[one])}" for one in _SHOWN if one in found.rounded_bytes
+    ]
+    return [_row("--format", f"about {', '.join(sizes)} in memory: lossy")] if sizes else []
 
 
 def _components(found: Inspection) -> list[str]:

@@ -18,11 +18,15 @@ from checkpoints import (
 from paged import PagedModel, random_tokens
 from torch import Tensor
 
+from moesaic.account.memory import rounded_bytes
+from moesaic.audit.inspect import inspect
+from moesaic.cli.inspect import render
 from moesaic.errors import CheckpointError, ConfigError, HostMemoryShort
 from moesaic.kernels.ops import backends
 from moesaic.kernels.panel import PanelWeight
 from moesaic.models.build import LoadedModel, load
-from moesaic.spec.numerics import Effect
+from moesaic.spec.locate import locate
+from moesaic.spec.numerics import Effect, Format
 
 
 def logits_of(model: LoadedModel) -> Tensor:
@@ -83,6 +87,17 @@ def test_bytes_in_memory_are_those_that_are_stated(tmp_path: Path, config: dict,
             held += [] if router is None else [x for x in vars(router).values() if isinstance(x, Tensor)]
     experts = 0 if model.store is None else model.store.weight_bytes
     assert tensor_bytes(held, set()) + experts == model.weight_bytes
+
+
+@pytest.mark.parametrize("format", ["int8", "int4-g32-zp", "int4-g128"])
+def test_inspect_states_about_what_loading_takes(format: Format) -> None:
+    folder = locate("demo", hub=None, needs_weights=True).weights_folder()
+    taken = load(folder, num_threads=1, format=format).weight_bytes
+    stated = inspect("demo")
+    assert stated.rounded_bytes[format] == pytest.approx(taken, rel=0.1)
+    assert "lossy" in render(stated)
+    with pytest.raises(ConfigError, match="not a format of integers"):
+        rounded_bytes(load(folder, num_threads=1).spec, "bfloat16")
 
 
 def test_too_little_memory_is_counted_in_the_format(tmp_path: Path) -> None:
