@@ -153,3 +153,16 @@ def test_a_wrong_type_is_named(llm):
         llm.generate([3.5])
     with pytest.raises(ConfigError, match=r"must be SamplingParams, got \{'temperature'"):
         llm.generate([[1, 2]], {"temperature": 0})
+
+
+def test_rounded_weights_are_named_in_what_is_active(folder):
+    with moesaic.LLM(folder, num_threads=1, format="int4-g32") as rounded:
+        active = rounded.engine.snapshot().active
+        (found,) = rounded.generate([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(found.token_ids) == 3
+    assert active["effects"] == {"weights=int4-g32": "lossy"}
+    assert "weights=int4-g32: lossy" in active["not_active"]
+    assert active["numerics"]["weight_format"] == "int4-g32"
+    assert active["numerics"]["activation_format"] == "int8-g32"
+    with pytest.raises(ConfigError, match=r"format 'int4-g33' is unknown; did you mean int4-g32"):
+        moesaic.LLM(folder, format="int4-g33")
