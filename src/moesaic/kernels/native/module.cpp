@@ -153,7 +153,8 @@ class Kernels {
       fail(call, "a leaf of " + std::to_string(leaf) + " is not whole groups of " + std::to_string(call.group));
     const int64_t expected = call.num_panels() * call.panel_bytes();
     if (weight_bytes != expected)
-      fail(call, "the weight has " + std::to_string(weight_bytes) + " bytes, its shape needs " + std::to_string(expected));
+      fail(call, "the weight has " + std::to_string(weight_bytes) + " bytes, its shape needs " +
+                     std::to_string(expected));
   }
 
   static void prepare_rows(void* context, int64_t task) {
