@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ Dispatcher = Literal["local", "gathered", "exchange", "two_level", "shared_memor
 Axis = Literal["dp", "kvp", "tp", "ep"]
 ATTENTION_AXES: tuple[Axis, ...] = ("dp", "kvp", "tp")
 EXPERT_AXES: tuple[Axis, ...] = ("ep", "tp")
+
+_NUMBERS = re.compile(r"\[\n([-+.\deE,\s]+)\]")
+"""An indented array of numbers; a JSON string holds no line break, so nothing else looks like one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,8 +281,10 @@ class Deployment:
             instance.layout.check_numerics(self.numerics)
 
     def to_json(self) -> str:
-        """The deployment file: one JSON object, indented, keys in the order of the fields."""
-        return json.dumps(to_plain(self), indent=2, allow_nan=False) + "\n"
+        """The deployment file: one JSON object, indented but for arrays of numbers, keys in the order of the
+        fields."""
+        text = json.dumps(to_plain(self), indent=2, allow_nan=False)
+        return _NUMBERS.sub(lambda array: f"[{' '.join(array[1].split())}]", text) + "\n"
 
     def digest(self) -> str:
         """Identity of this value; equal files that differ in blanks or key order have the same."""

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesaic.errors import ConfigError
+from moesaic.spec.codec import to_plain
 from moesaic.spec.deployment import (
     Deployment,
     ExpertTier,
@@ -146,6 +147,7 @@ def deployments(draw: st.DrawFn) -> Deployment:
 @given(deployments())
 def test_round_trip_through_json(found: Deployment) -> None:
     text = found.to_json()
+    assert json.loads(text) == to_plain(found)
     again = from_json(text)
     assert again.to_json() == text
     assert again.digest() == found.digest()
@@ -154,6 +156,12 @@ def test_round_trip_through_json(found: Deployment) -> None:
     assert again.route == found.route
     assert again.not_runnable() == found.not_runnable()
     jsonschema_rs.validate(json_schema(), json.loads(text))
+
+
+def test_an_array_of_numbers_takes_one_line() -> None:
+    assert '"slot_rank": [\n          [0, 0, 0, 0]' in ONE.to_json()
+    strange = replace(ONE, model_digest="[\n 1,\n 2\n]")
+    assert from_json(strange.to_json()).model_digest == strange.model_digest
 
 
 def test_digest_ignores_key_order_and_blanks() -> None:
@@ -248,9 +256,7 @@ def test_damaged_json_is_refused(text: str | bytes) -> None:
 
 
 def test_numbers_that_json_cannot_hold_are_refused() -> None:
-    text = ONE.to_json().replace(
-        '"slot_share": [\n          [\n            1.0', '"slot_share": [\n          [\n            NaN'
-    )
+    text = ONE.to_json().replace('"slot_share": [\n          [1.0', '"slot_share": [\n          [NaN')
     assert "NaN" in text
     with pytest.raises(ConfigError, match="finite"):
         from_json(text)
