@@ -149,7 +149,8 @@ def cluster(text: str, extra: Path | None = None) -> Cluster:
 def _parts(text: str, names: Sequence[str]) -> tuple[str, int, int]:
     """(name, per node, nodes); a name may end in x, and its hyphens may be left out.
 
-    Raises: ConfigError for no name, and for counts that follow a name without the x between them.
+    Raises: ConfigError for no name, for counts that follow a name without the x between them, and for what is
+            not counts.
     """
     for name in sorted(names, key=len, reverse=True):
         spelled = "-?".join(re.escape(part) for part in name.split("-"))
@@ -164,10 +165,22 @@ def _parts(text: str, names: Sequence[str]) -> tuple[str, int, int]:
                 f"unknown machine {text!r}; did you mean {name}x{close.group(1)}? A machine is written "
                 f"device x per node x nodes, and this device is called {name}"
             )
+    for name in names:
+        if text.startswith(f"{name}x"):
+            raise ConfigError(
+                f"machine {text!r}: {text.removeprefix(name)!r} after {name} is not x8 or x8x4; a machine is "
+                "written device x per node x nodes, as in h200x8x4"
+            )
     match = re.fullmatch(r"(.*?)(?:x(\d+))?(?:x(\d+))?", text)
     if match is None or not match.group(1):
         raise ConfigError(f"{text!r} names no machine; write it as in h200x8x4: device x per node x nodes")
     return match.group(1), int(match.group(2) or 1), int(match.group(3) or 1)
+
+
+def _known(name: str, names: Sequence[str]) -> str:
+    close = nearest(name, names)
+    listed = f"known: {', '.join(names)}"
+    return f"{close} {listed}" if close.endswith("?") else listed
 
 
 def machine_names(extra: Path) -> tuple[str, ...]:
@@ -187,8 +200,8 @@ def machine(name: str, extra: Path | None = None) -> Machine:
         return own[found]
     if found not in MACHINES:
         raise ConfigError(
-            f"unknown machine {name!r}; {nearest(found, (*MACHINES, *own))}; a machine of your own is one "
-            "TOML file like those in moesaic/spec/hardware"
+            f"unknown machine {name!r}; {_known(found, (*own, *MACHINES))}; one of your own is a TOML file "
+            "like those in moesaic/spec/hardware"
         )
     return read_machine(FOLDER / f"{found}.toml")
 

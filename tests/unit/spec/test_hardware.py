@@ -152,6 +152,10 @@ def test_every_machine_takes_counts_with_its_hyphens_or_without(name: str) -> No
         ("mi355x8x4", r"did you mean mi355xx8x4"),
         ("h2008", r"did you mean h200x8"),
         ("h2000", r"unknown machine 'h2000'; did you mean h200"),
+        ("h200x8x4x2", r"machine 'h200x8x4x2': 'x8x4x2' after h200 is not x8 or x8x4"),
+        ("h200x-1", r"'x-1' after h200 is not x8 or x8x4"),
+        ("nosuch", r"unknown machine 'nosuch'; known: a100, .*l20, .*xeon-6980p; one of your own"),
+        ("h10", r"did you mean [^;]*\? known: a100, .*xeon-6980p; one of your own"),
         ("", "names no machine"),
     ],
 )
