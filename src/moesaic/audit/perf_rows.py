@@ -30,6 +30,8 @@ BACKENDS = ("sglang", "trtllm", "vllm")
 MIN_EXPERT_SLICE = 128
 """Columns of an expert that a rank has at least. Source: blocks of 128 by 128 share a scale (DeepSeek-V3,
 arXiv:2412.19437, sec. 3.3.2)."""
+MAX_STRETCH = 10  # guess: times the model's positions up to which lengths are no slip
+MAX_BATCH = 2**16  # guess: sequences of a replica, far above what engines schedule
 _FORMATS: Mapping[str, str | None] = {
     "": None, "fp8": "fp8", "fp8_block": "fp8", "nvfp4": "nvfp4", "int4_wo": "int4", "int8_wo": "int8",
     "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "bfloat16", "w4a16_mxfp4": "mxfp4",
@@ -160,6 +162,10 @@ def _read_row(line: Mapping[str, str]) -> PerfRow | str:
         name: _count(line[name] or "1")
         for name in ("pp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
     }
+    if (counts["isl"] or 0) + (counts["osl"] or 0) > MAX_STRETCH * spec_of(model).max_position:
+        return f"lengths over {MAX_STRETCH} times the model's positions"
+    if (counts["batch_size"] or 0) > MAX_BATCH:
+        return f"batch over {MAX_BATCH} sequences a replica"
     times = [_seconds(line[name]) for name in ("silicon_ttft_ms", "silicon_tpot_ms")]
     if None in times:
         return "no measured time"
@@ -210,7 +216,9 @@ def _count(text: str) -> int | None:
         value = float(text)
     except ValueError:
         return None
-    return int(value) if value >= 1 and value == int(value) else 1 if value == 0 else None
+    if value == 0:
+        return 1
+    return int(value) if value >= 1 and value.is_integer() else None
 
 
 def _seconds(text: str) -> float | None:
