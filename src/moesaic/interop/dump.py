@@ -19,6 +19,7 @@ from moesaic.spec.experts import ExpertLoad, FloatArray, IntArray, Phase
 from moesaic.spec.model import ModelSpec
 from moesaic.units import format_bytes
 
+MAX_COUNT = 2**53  # every whole number up to it is a float64
 MAX_JSON_BYTES = 256 * 2**20  # guess: read whole, at about ten times its size in memory
 
 
@@ -87,21 +88,21 @@ def _whole(counts: FloatArray) -> IntArray:
 def checked(dump: Dump) -> Dump:
     """The dump, if its counts can be counts.
 
-    Raises: ConfigError for a shape, a negative or a not finite count, naming where.
+    Raises: ConfigError for a shape, and for a count below 0, above 2^53 or not finite, naming the layer, or
+            the row of the file (from 0) where that names no layers.
     """
     counts = dump.counts_LE
     if counts.ndim != 2 or 0 in counts.shape:
         raise ConfigError(
             f"{dump.source}: counts must be [layers][experts], got the shape {list(counts.shape)}"
         )
-    wrong = np.argwhere(~np.isfinite(counts) | (counts < 0))
+    wrong = np.argwhere(~((counts >= 0) & (counts <= MAX_COUNT)))  # not a number is neither
     if len(wrong):
         row, expert = wrong[0].tolist()
-        layer = dump.layer_idxs[row] if dump.layer_idxs else row
+        layer = f"layer {dump.layer_idxs[row]}" if dump.layer_idxs else f"row {row}"
         raise ConfigError(
-            f"{dump.source}: expert {expert} of layer {layer} has the count {counts[row, expert]:g}; "
-            "counts are finite "
-            "and at least 0"
+            f"{dump.source}: expert {expert} of {layer} has the count {counts[row, expert]:g}; "
+            "counts are from 0 to 2^53"
         )
     return dump
 
@@ -151,8 +152,9 @@ def sum_steps(source: str, layout: str, counts: Any, *, step_of: str = "step") -
     """
     try:
         array = counts if isinstance(counts, np.ndarray) else np.asarray(counts, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{source}: counts must be numbers, rows of one length: {error}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        reason = _no_table(counts) or "counts are from 0 to 2^53, and every step has as many rows"
+        raise ConfigError(f"{source}: {reason}") from error
     if array.ndim not in (2, 3) or 0 in array.shape:
         raise ConfigError(
             f"{source}: counts must be [layers][experts] or [{step_of}s][layers][experts], got the shape "
@@ -164,13 +166,29 @@ def sum_steps(source: str, layout: str, counts: Any, *, step_of: str = "step") -
     zero = 0
     for step in array:  # one at a time: the array may be a mapped file larger than memory
         values = np.asarray(step, dtype=np.float64)
-        if not np.isfinite(values).all() or values.min() < 0:
-            checked(Dump(source=source, layout=layout, counts_LE=values, num_steps=1))
+        checked(Dump(source=source, layout=layout, counts_LE=values, num_steps=1))
         zero += not values.any()
         total += values
-    return Dump(
+    return checked(Dump(
         source=source, layout=layout, counts_LE=total, num_steps=len(array) - zero, num_zero_steps=zero
-    )
+    ))  # fmt: skip
+
+
+def _no_table(rows: Any, step: str = "") -> str:
+    """What makes nested lists no table of numbers: the first row or entry (from 0) that is unlike."""
+    if not isinstance(rows, list):
+        return f"counts must be a list of rows, got a {type(rows).__name__}"
+    for idx, row in enumerate(rows):
+        if not isinstance(row, list):
+            return f"{step}row {idx} must be a list of counts, got a {type(row).__name__}"
+        if len(row) != len(rows[0]):
+            return f"{step}row {idx} has {len(row)} entries, row 0 has {len(rows[0])}; they must be alike"
+        if row and isinstance(row[0], list) and not step:
+            return next(filter(None, (_no_table(one, f"step {at}, ") for at, one in enumerate(rows))), "")
+        for expert, cell in enumerate(row):
+            if not isinstance(cell, int | float):
+                return f"{step}row {idx} must hold numbers, entry {expert} is {str(cell)[:40]!r}"
+    return ""
 
 
 def read_json(path: Path) -> Any:
