@@ -73,10 +73,10 @@ def fit(
 ) -> Fit:  # fmt: skip
     """Whether `batch` sequences of `context` tokens fit, and how fast a decode step is then.
 
-    Raises: ConfigError for a batch or context below 1, a context beyond the model's, an unknown format, and
-            for more devices than the model can be split over.
+    Raises: ConfigError for a batch or context below 1, a context beyond the model's, an unknown format,
+            KV bits outside 1 to 64, and for more devices than the model can be split over.
     """
-    _check(model, batch, context, weight_format)
+    _check(model, batch, context, weight_format, kv_bits)
     profile = profile_named(profile_name, cluster)
     formats = Formats(dense=weight_format, experts=weight_format, kv_bits=kv_bits)
     splits = _fewest_offloaded(
@@ -168,10 +168,14 @@ def legal_splits(model: ModelSpec, num_devices: int) -> Split:
     return Split(tp=tps_N, dp=num_devices / tps_N, ep=eps_N, expert_tp=num_devices / eps_N)
 
 
-def _check(model: ModelSpec, batch: int, context: int, weight_format: str | None) -> None:
+def _check(model: ModelSpec, batch: int, context: int, weight_format: str | None, kv_bits: float) -> None:
     if batch < 1 or context < 1:
         raise ConfigError(f"batch and context must be at least 1, got {batch} and {context}")
     if context > model.max_position:
         raise ConfigError(f"a context of {context} is beyond the model's {model.max_position} positions")
     if weight_format is not None and weight_format not in WEIGHT_BITS:
         raise ConfigError(f"unknown weight format {weight_format!r}; {nearest(weight_format, WEIGHT_BITS)}")
+    if not 1.0 <= kv_bits <= 64.0:  # not a number is neither
+        raise ConfigError(
+            f"the KV cache holds 1 to 64 bits a number, got {kv_bits:g}; 16 is bfloat16, 8 is fp8"
+        )

@@ -70,6 +70,9 @@ def test_narrow_weights_fit_where_wide_ones_do_not() -> None:
     [
         ({"batch": 0}, "batch and context must be at least 1, got 0 and 4096"),
         ({"context": 10**9}, "a context of 1000000000 is beyond the model's"),
+        ({"kv_bits": float("nan")}, "1 to 64 bits a number, got nan"),
+        ({"kv_bits": float("inf")}, "1 to 64 bits a number, got inf"),
+        ({"kv_bits": 0.0}, "1 to 64 bits a number, got 0"),
         ({"weight_format": "int5"}, "unknown weight format 'int5'; did you mean int8 or int4"),
         ({"profile_name": "papper"}, "unknown profile 'papper'; did you mean paper"),
     ],
