@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from moesaic.planner.fit import Fit, fit
+from moesaic.planner.question import undeclared_format
 from moesaic.spec.families import read_config
 from moesaic.spec.hardware import cluster
 from moesaic.spec.locate import locate
@@ -34,10 +35,14 @@ def fit_command(
 ) -> None:
     """Say whether a model fits, with experts in host memory or on disk if need be, and what is missing."""
     located = locate(model)
+    spec = read_config(located.config, name=located.name)
     found = fit(
-        read_config(located.config, name=located.name), located.name, cluster(machine, hardware), batch=batch,
+        spec, located.name, cluster(machine, hardware), batch=batch,
         context=context, weight_format=weights, kv_bits=kv_bits,
     )  # fmt: skip
+    note = undeclared_format(model, spec) if weights is None else None
+    if note is not None:
+        typer.echo(f"note: {note}", err=True)
     typer.echo(json.dumps(found.to_json(), indent=2, allow_nan=False) if as_json else render(found))
 
 

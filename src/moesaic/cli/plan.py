@@ -54,7 +54,8 @@ def plan_command(
     price: Annotated[
         list[str] | None,
         typer.Option(
-            "--price", help="Price of a device, as in h200=5.5; may be repeated [default: the file's]."
+            "--price",
+            help="Price of a device, as in h200=5.5; may be repeated [default: the file's, where L20 = 1].",
         ),
     ] = None,
     load: Annotated[
@@ -107,7 +108,10 @@ def plan_command(
         prefix_hit=prefix_hit,
         objective=objective,  # type: ignore[arg-type]
     )  # fmt: skip
+    demand.check_length(spec.max_position)
     if report is not None:
+        if report.suffix not in (".html", ".svg"):
+            raise ConfigError(f"--report {report}: a report is .html, a page, or .svg, its plots alone")
         import_module("moesaic.planner.charts")  # before the search: it may be missing
     recorded = None if load is None else read_load(load, spec)
     question = Question(
@@ -139,10 +143,10 @@ def _show(
     if report is not None:
         made = import_module("moesaic.planner.report")
         if report.suffix == ".svg":
-            write_text(report, made.picture(answer.best, question))
+            write_text(report, made.picture(answer, question))
         else:
             text = render(model, question, answer, bands, advice)
-            write_text(report, made.page(f"A plan for {model}", text, answer.best, question))
+            write_text(report, made.page(f"A plan for {model}", text, answer, question))
     if is_json:
         typer.echo(json.dumps(as_json(answer, bands, advice), indent=2, allow_nan=False))
     else:

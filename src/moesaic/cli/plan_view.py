@@ -11,6 +11,7 @@ from moesaic.planner.balanced import shown_balance
 from moesaic.planner.compare import Way
 from moesaic.planner.concurrency import Band
 from moesaic.planner.plan import Plan, Pool
+from moesaic.planner.question import price_unit, undeclared_format
 from moesaic.planner.residency import Residency
 from moesaic.planner.search import Answer, Question
 from moesaic.units import format_bytes, format_seconds
@@ -26,14 +27,14 @@ def render(
     """The answer, why, what else, and what not."""
     best = answer.best
     lines = [f"{model} on {' + '.join(str(one) for one in question.clusters)}, {_asked(question)}"]
-    if question.demand.length > question.model.max_position:
-        lines += _row("note", [
-            f"{question.demand.length} positions are beyond the model's {question.model.max_position}; "
-            "priced as if it had them"
-        ])  # fmt: skip
+    lines += _row("note", _notes(model, question))
     lines += _missed(question, answer)
     lines += _row(
-        "answer", [_throughput(best), f"TPOT {_interval(best.tpot)}, TTFT {_interval(best.ttft)} (no queue)"]
+        "answer",
+        [
+            _throughput(best, price_unit(question.clusters)[0]),
+            f"TPOT {_interval(best.tpot)}, TTFT {_interval(best.ttft)} (no queue)",
+        ],
     )
     lines += [line for pool in best.pools for line in _row(pool.role, [str(pool), _batch(pool)])]
     for held in (pool.residency for pool in best.pools if pool.residency is not None):
@@ -45,7 +46,8 @@ def render(
         lines += _row("runner-up", _runner_up(best, answer.runner_up))
     lines += _row("ways", [_way(way, plan) for way, plan in answer.ways.items()])
     lines += _memory(best.pools)
-    lines += _row("EP or not?", [_band(band) for band in bands]) if bands else []
+    if sum(one.num_devices for one in question.clusters) > 1:  # one device leaves no choice
+        lines += _row("EP or not?", [_band(band) for band in bands])
     lines += _row("advice", worth_saying(advice))
     lines += _row("ruled out", [
         f"{miss.count} by {_reason(name)}, nearest {miss.nearest}" for name, miss in answer.ruled_out.items()
@@ -55,6 +57,18 @@ def render(
         f"{best.source}, profile {question.profile}, {question.load}"
     ])  # fmt: skip
     return "\n".join(lines)
+
+
+def _notes(model: str, question: Question) -> list[str]:
+    found = [price_unit(question.clusters)[1]]
+    if question.demand.length > question.model.max_position:
+        found.append(
+            f"{question.demand.length} positions are beyond the model's {question.model.max_position}; "
+            "priced as if it had them"
+        )
+    if any(choice.weights is None for choice in question.choices):
+        found.append(undeclared_format(model, question.model))
+    return [note for note in found if note is not None]
 
 
 def _asked(question: Question) -> str:
@@ -85,10 +99,10 @@ def _missed(question: Question, answer: Answer) -> list[str]:
     return [f"no layout meets {names}; the nearest needs {needs}, or other machines:"]
 
 
-def _throughput(plan: Plan) -> str:
+def _throughput(plan: Plan, unit: str) -> str:
     text = f"{_rate(plan.tokens_per_s_per_gpu)} tokens/s per GPU, {_rate(plan.tokens_per_s)} in all"
     if plan.price is not None:
-        text += f", {plan.tokens_per_s / plan.price:.4g} per price"
+        text += f", {plan.tokens_per_s / plan.price:.4g} per price unit ({unit})"
     if plan.power_w is not None:
         text += f", {plan.tokens_per_s / plan.power_w:.3g} per watt"
     return text

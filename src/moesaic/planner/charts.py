@@ -19,15 +19,23 @@ _STYLE: Any = {
     "grid.alpha": 0.3,
 }
 MAX_NAMED = 96  # bars of a timeline that have room for a number
+MARKERS = "osD^vP"  # of single points
 COLOURS = ("#3465a4", "#cc8400", "#4e9a06", "#a40000", "#75507b", "#888a85")
 
 
-def frontier(groups: Mapping[str, tuple[FloatArray, FloatArray]], chosen: tuple[float, float]) -> str:
-    """Tokens per second of a device over tokens per second of a request, by group, and the answer."""
+def frontier(
+    groups: Mapping[str, tuple[FloatArray, FloatArray]],
+    points: Mapping[str, tuple[float, float]],
+    chosen: tuple[float, float],
+) -> str:
+    """Tokens per second of a device over tokens per second of a request: curves by group, single points, and
+    the answer."""
     with matplotlib.rc_context(_STYLE):
         figure, axes = _axes("tokens/s of a request", "tokens/s per GPU")
         for (name, (x, y)), colour in zip(groups.items(), COLOURS, strict=False):
             axes.plot(x, y, marker=".", label=name, color=colour)
+        for (name, point), marker in zip(points.items(), MARKERS, strict=False):
+            axes.plot(*point, marker=marker, linestyle="", color=COLOURS[5], label=name)
         axes.plot(*chosen, marker="*", markersize=14, linestyle="", color=COLOURS[3], label="the answer")
         axes.set_xscale("log")
         axes.legend()
@@ -70,11 +78,12 @@ def columns(values: FloatArray, x_label: str, y_label: str) -> str:
 
 
 def lines(series: Mapping[str, tuple[Sequence[float], Sequence[float]]], x_label: str, y_label: str) -> str:
-    """One line per series."""
+    """One line per series over a scale from 0, so that a change looks as large as it is."""
     with matplotlib.rc_context(_STYLE):
         figure, axes = _axes(x_label, y_label, height=2.6)
         for (name, (x, y)), colour in zip(series.items(), COLOURS, strict=False):
             axes.plot(x, y, marker=".", label=name, color=colour)
+        axes.set_ylim(0.0, 1.15 * max(max(y) for _, y in series.values()))
         axes.legend()
         return _svg(figure)
 

@@ -12,6 +12,10 @@ from moesaic.spec.hardware import Cluster
 Objective = Literal["per-gpu", "per-price", "per-watt", "latency"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
+SHORTEST_S, LONGEST_S = 1e-6, 1e6
+"""Limits of what may be asked of a latency: below is less than a kernel takes, above is days."""
+MAX_STRETCH = 32  # guess: times the model's positions beyond which a length is a slip of the keyboard
+
 _FACT: dict[str, str] = {"per-price": "price", "per-watt": "power_w"}
 
 
@@ -41,8 +45,22 @@ class Demand:
             )
         for name in ("tpot_s", "ttft_s"):
             value = getattr(self, name)
-            if value is not None and not 0.0 < value < float("inf"):
-                raise ConfigError(f"{name.removesuffix('_s')} must be above 0, got {value * 1e3:g} ms")
+            if value is not None and not SHORTEST_S <= value <= LONGEST_S:
+                raise ConfigError(
+                    f"{name.removesuffix('_s')} must be above 0, between {SHORTEST_S * 1e3:g} and "
+                    f"{LONGEST_S * 1e3:g} ms, got {value * 1e3:g} ms"
+                )
+
+    def check_length(self, max_position: int) -> None:
+        """Whether a model of so many positions could be stretched to the requests.
+
+        Raises: ConfigError when they are more than `MAX_STRETCH` times as long.
+        """
+        if self.length > MAX_STRETCH * max_position:
+            raise ConfigError(
+                f"{self.isl} tokens in and {self.osl} out are {self.length} positions, over {MAX_STRETCH} "
+                f"times the model's {max_position}; ask for at most {MAX_STRETCH * max_position}"
+            )
 
     def without(self, names: tuple[str, ...]) -> Demand:
         """The same traffic with some objectives dropped, served as near to them as can be."""

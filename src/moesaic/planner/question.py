@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -16,9 +17,11 @@ from moesaic.spec.hardware import Cluster, Fact, cluster
 from moesaic.spec.model import ModelSpec
 
 KV_BITS = {"bfloat16": 16.0, "fp8": 8.0, "int8": 8.0, "fp4": 4.0}
+_NAMED_FORMAT = re.compile(r"(?:^|[-_.])(nvfp4|mxfp4|fp8|int8|int4|awq|gptq)(?=$|[-_.])")
 DISPATCH_BITS = {"bfloat16": 16.0, "fp8": 8.0 + 32.0 / 128}  # fp8 rows have a float32 scale for 128 numbers
 
 LOSSLESS = "stored"
+GIVEN_PRICE = "given by the caller"  # the source of such a price
 
 
 def clusters_of(
@@ -52,8 +55,42 @@ def clusters_of(
 
 
 def _priced(one: Cluster, price: float) -> Cluster:
-    facts = {**one.machine.facts, "price": Fact(value=price, source="given by the caller")}
+    facts = {**one.machine.facts, "price": Fact(value=price, source=GIVEN_PRICE)}
     return replace(one, machine=replace(one.machine, facts=facts))
+
+
+def price_unit(clusters: Sequence[Cluster]) -> tuple[str, str | None]:
+    """(unit of the prices, note when some are given and others are from files).
+
+    A file's price is relative to one L20's; a given one is in whatever the caller counts in.
+    """
+    given = [one.machine.name for one in clusters if _price_source(one) == GIVEN_PRICE]
+    filed = [one.machine.name for one in clusters if _price_source(one) not in ("", GIVEN_PRICE)]
+    if not given or not filed:
+        return "as given" if given else "L20 = 1", None
+    return "mixed", (
+        f"the price of {' and '.join(given)} is given, that of {' and '.join(filed)} is its file's, where an "
+        f"L20 is 1: say --price {filed[0]}=NUMBER in the same unit"
+    )
+
+
+def _price_source(one: Cluster) -> str:
+    fact = one.machine.facts.get("price")
+    return "" if fact is None else fact.source
+
+
+def undeclared_format(name: str, model: ModelSpec) -> str | None:
+    """What to know when a model's name ends in a format of weights of which its config says nothing."""
+    if any(one.format != model.dtype for one in model.stored):
+        return None
+    match = _NAMED_FORMAT.search(Path(name).name.lower().removesuffix(".json"))
+    if match is None:
+        return None
+    advice = f"--weights {match[1]}" if match[1] in WEIGHT_BITS else "--weights int4"
+    return (
+        f"the name says {match[1]}, the config says nothing of it, so weights are taken as {model.dtype}; "
+        f"give the model's folder with its hf_quant_config.json, or {advice}"
+    )
 
 
 def format_choices(model: ModelSpec, weights: str, kv: str, dispatch: str | None) -> tuple[FormatChoice, ...]:

@@ -11,32 +11,28 @@ from moesaic.cost.term import FloatArray
 from moesaic.planner import charts
 from moesaic.planner.page import PAGE_END, page_head, stacked_plots
 from moesaic.planner.plan import Plan
-from moesaic.planner.search import Question, frontier_points
+from moesaic.planner.search import Answer, Question, frontier_points
 from moesaic.planner.sensitivity import load_per_rank, sensitivities
 
 
-def page(title: str, text: str, plan: Plan, question: Question) -> str:
+def page(title: str, text: str, answer: Answer, question: Question) -> str:
     """The page as HTML. `text` is the answer as the terminal shows it."""
     parts = [page_head(title), f"<pre>{escape(text)}</pre>\n"]
-    for head, words, plot in _sections(plan, question):
-        if plot is not None:
-            parts.append(f"<h2>{escape(head)}</h2>\n<p>{escape(words)}</p>\n{plot}\n")
+    for head, words, plot in _sections(answer, question):
+        parts.append(f"<h2>{escape(head)}</h2>\n<p>{escape(words)}</p>\n{plot or ''}\n")
     return "".join([*parts, PAGE_END])
 
 
-def picture(plan: Plan, question: Question) -> str:
+def picture(answer: Answer, question: Question) -> str:
     """The plots of the page below each other, as one SVG."""
-    return stacked_plots([(head, plot) for head, _, plot in _sections(plan, question) if plot is not None])
+    return stacked_plots([(head, plot) for head, _, plot in _sections(answer, question) if plot is not None])
 
 
-def _sections(plan: Plan, question: Question) -> list[tuple[str, str, str | None]]:
-    """(heading, explanation, plot); a plot that does not apply is None."""
+def _sections(answer: Answer, question: Question) -> list[tuple[str, str, str | None]]:
+    """(heading, explanation, plot); where a plot does not apply it is None and the explanation says why."""
+    plan = answer.best
     return [
-        (
-            "Throughput and speed",
-            "Instances that serve both phases, at every concurrency; up and to the right is better.",
-            _frontier(plan, question),
-        ),
+        _frontier(answer, question),
         (
             "Time of a token",
             "What the slowest rank waits for; work hidden behind other work is left out.",
@@ -47,23 +43,31 @@ def _sections(plan: Plan, question: Question) -> list[tuple[str, str, str | None
             "The mark is what weights, KV and buffers may fill.",
             _memory(plan),
         ),
-        (
-            "Load of each expert rank",
-            "Rows over the mean, in the layer in the middle of the load; the step ends with the tallest.",
-            _load(plan, question),
-        ),
+        ("Load of each expert rank", *_load(plan, question)),
         *_sensitivity(plan, question),
     ]
 
 
-def _frontier(plan: Plan, question: Question) -> str | None:
+def _frontier(answer: Answer, question: Question) -> tuple[str, str, str | None]:
+    head, plan = "Throughput and speed", answer.best
     groups: dict[str, tuple[FloatArray, FloatArray]] = {}
     for name, (speed, tokens) in frontier_points(question).items():
         x, y = pareto(speed, tokens)
         if len(x):
             groups[name] = x, y
-    chosen = 1.0 / float(plan.tpot.value), plan.tokens_per_s_per_gpu
-    return charts.frontier(groups, chosen) if groups else None
+    if not groups:
+        return head, "No instance serves both phases here, so there is no frontier of such to draw.", None
+    words = (
+        "Curves: instances that serve both phases, at every concurrency. Points: the best of each way within "
+        "the objectives; with prefill, or attention and experts, apart they may lie off the curves. Up and "
+        "to the right is better."
+    )
+    points = {f"best {way}": _point(one) for way, one in answer.ways.items()}
+    return head, words, charts.frontier(groups, points, _point(plan))
+
+
+def _point(plan: Plan) -> tuple[float, float]:
+    return 1.0 / float(plan.tpot.value), plan.tokens_per_s_per_gpu
 
 
 def pareto(x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -89,9 +93,17 @@ def _memory(plan: Plan) -> str:
     return charts.stacked(rows, [pool.usable_bytes / 1e9 for pool in plan.pools], "GB")
 
 
-def _load(plan: Plan, question: Question) -> str | None:
+def _load(plan: Plan, question: Question) -> tuple[str, str | None]:
+    """(explanation, plot)."""
+    if not question.model.moe_layers:
+        return "The model is dense: it has no experts, and all ranks have the same rows.", None
+    words = "Rows over the mean, in the layer in the middle of the load; the step ends with the tallest."
+    if plan.pools[-1].layout["ep"] == 1:
+        words = "Every rank holds a slice of every expert, so all have the same rows, whatever is popular."
+    elif question.shares.shares is None:
+        words = "The experts are taken as equally popular, so all ranks have the same rows."
     load = load_per_rank(plan, question.shares)
-    return None if load is None else charts.columns(load, "expert rank", "rows / mean")
+    return words, charts.columns(load, "expert rank of an instance", "rows / mean")
 
 
 def _sensitivity(plan: Plan, question: Question) -> Sequence[tuple[str, str, str | None]]:
@@ -102,12 +114,16 @@ def _sensitivity(plan: Plan, question: Question) -> Sequence[tuple[str, str, str
     return [
         (
             "If experts are more uneven",
-            "The same layout and batch under another Zipf exponent of the experts' popularity.",
+            "The same layout and batch under another Zipf exponent of the experts' popularity."
+            if skew
+            else "No popularity of experts to vary: a dense model, or layers that differ in their number.",
             charts.lines(skew, "exponent", "TPOT, ms") if skew else None,
         ),
         (
             "If bandwidth is other than the file says",
-            "The same layout and batch with each rate at a factor of it.",
+            "The same layout and batch with each rate at a factor of it."
+            if rates
+            else "The machine's file names no rate to vary.",
             charts.lines(rates, "factor", "TPOT, ms") if rates else None,
         ),
     ]

@@ -55,16 +55,17 @@ def sensitivities(plan: Plan, question: Question) -> list[Sensitivity]:
     return found
 
 
-def load_per_rank(plan: Plan, shares: ExpertShares) -> FloatArray | None:
+def load_per_rank(plan: Plan, shares: ExpertShares) -> FloatArray:
     """Rows of each expert rank of what decodes, over their mean, in the layer in the middle of the load.
 
-    Shapes:  [ep]; None without expert parallelism.
+    Shapes:  [ep x expert tp]; slices of the same experts have the same rows.
     """
     experts = plan.pools[-1].layout
     layer = shares.of_layer(len(shares.shares or ()) // 2)
-    if experts["ep"] <= 1 or layer is None:
-        return None
-    return placed_shares(layer, experts["ep"], experts["num_redundant"]) * experts["ep"]
+    if experts["ep"] == 1 or layer is None:
+        return np.ones(experts["ep"] * experts["expert_tp"])
+    load = placed_shares(layer, experts["ep"], experts["num_redundant"]) * experts["ep"]
+    return np.repeat(load, experts["expert_tp"])
 
 
 def _tpot(plan: Plan, question: Question, factors: dict[str, float]) -> float:

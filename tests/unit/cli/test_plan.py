@@ -30,6 +30,7 @@ def test_one_screen_says_what_why_and_what_else():
         "searched",
     ):
         assert part in shown.output
+    assert "per price unit (L20 = 1)" in shown.output
     assert len(shown.output.splitlines()) <= 40
 
 
@@ -100,6 +101,8 @@ def test_what_does_not_fit_names_the_tiers_that_would_hold_it():
         (["--machine", "h100x8", "--profile", "ideal"], "unknown profile 'ideal'"),
         (["--machine", "h100x8", "--layout", "tp=3"], "16 attention heads / tp 3 = 5.33"),
         (["--machine", "h100x8", "-o", "/nowhere/d.json"], "cannot be written"),
+        (["--machine", "h100x8", "--report", "plan.pdf"], "--report plan.pdf: a report is .html, a page, or"),
+        (["--machine", "h100x8", "--osl", "100000000"], "over 32 times the model's 4096"),
     ],
 )
 def test_bad_input_is_named(arguments, message):
@@ -113,8 +116,16 @@ def test_report_is_one_page_with_every_plot(tmp_path):
     assert run(*SMALL, "--isl", "20000", "--report", str(path)).exit_code == 0
     text = path.read_text()
     assert text.count("<svg") >= 5
-    for head in ("Throughput and speed", "Time of a token", "Memory of the fullest rank", "If bandwidth"):
+    heads = (
+        "Throughput and speed",
+        "Time of a token",
+        "Memory of the fullest",
+        "Load of each",
+        "If bandwidth",
+    )
+    for head in heads:
         assert head in text
+    assert "best prefill apart" in text  # a point beside the curves
     assert "http://" not in text.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""
     )

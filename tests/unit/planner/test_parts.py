@@ -1,5 +1,6 @@
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from moesaic.planner.disaggregate import MICRO_BATCHES, grids
 from moesaic.planner.load_file import grouped, read_load, skewed
 from moesaic.planner.pools import Refused
 from moesaic.planner.price import pricer_of
-from moesaic.planner.question import clusters_of, format_choices
+from moesaic.planner.question import clusters_of, format_choices, price_unit, undeclared_format
 from moesaic.planner.report import pareto
 from moesaic.planner.search import Question, search
+from moesaic.planner.sensitivity import load_per_rank
 from moesaic.planner.space import blocks, instance_sizes, parse_pins, redundancies
 from moesaic.spec.deployment import from_json
 from moesaic.spec.families import read_config
@@ -151,11 +153,14 @@ def test_loads_are_read_and_refused(tmp_path):
     for wrong, message in (
         (counts[:, :7].tolist(), "7 experts, the model has 8"),
         (counts[:5].tolist(), "5 layers; the model has 32"),
-        ((-counts).tolist(), "expert 0 of layer 0 has the count -"),
+        ((-counts).tolist(), "expert 0 of row 0 has the count -"),
         (np.where(counts == counts[4, 2], np.nan, counts).tolist(), "the count nan"),
-        ([[1, 2], [3]], "rows of one length"),
+        ([[1, 2], [3]], "row 1 has 1 entries, row 0 has 2"),
         ([1, 2], r"got the shape \[2\]"),
-        (np.where(np.arange(32)[:, None] == 5, 0, counts).tolist(), "counted nothing in layer 5"),
+        (
+            np.where(np.arange(32)[:, None] == 5, 0, counts).tolist(),
+            "counted nothing in layer 5 of the model",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             read(wrong)
@@ -240,9 +245,62 @@ def test_instances_need_links_that_the_machine_has():
     [
         ({"isl": 0}, "isl must be at least 1, got 0"),
         ({"tpot_s": float("nan")}, "tpot must be above 0"),
+        ({"tpot_s": 1e-303}, "between 0.001 and 1e\\+09 ms, got 1e-300 ms"),
+        ({"ttft_s": 1e297}, "ttft must be above 0, .* got 1e\\+300 ms"),
         ({"prefix_hit": 1.0}, "from 0 to below 1"),
     ],
 )
 def test_impossible_demands(asked, message):
     with pytest.raises(ConfigError, match=message):
         Demand(**{"isl": 1, "osl": 1, **asked})
+
+
+def test_a_length_far_beyond_the_model_is_refused():
+    Demand(isl=32 * 4096 - 1, osl=1).check_length(4096)
+    with pytest.raises(
+        ConfigError, match="131073 positions, over 32 times the model's 4096; ask for at most"
+    ):
+        Demand(isl=32 * 4096, osl=1).check_length(4096)
+
+
+@pytest.mark.parametrize(("exponent", "is_legal"), [(4.0, True), (4.1, False), (float("nan"), False)])
+def test_a_skew_has_limits(exponent, is_legal):
+    spec = model_of("olmoe-1b-7b")
+    if is_legal:
+        assert skewed(spec, exponent).shares[0].max() > 0.9
+        return
+    with pytest.raises(ConfigError, match="at least 0 and at most 4"):
+        skewed(spec, exponent)
+
+
+def test_a_price_says_what_it_counts_in():
+    both = ["h20x2", "l40sx2"]
+    assert price_unit(clusters_of(both, ())) == ("L20 = 1", None)
+    assert price_unit(clusters_of(both, ["3"])) == ("as given", None)
+    unit, note = price_unit(clusters_of(both, ["l40s=3"]))
+    assert unit == "mixed"
+    assert "the price of l40s is given, that of h20 is its file's" in note
+    assert "--price h20=NUMBER" in note
+
+
+def test_a_format_that_only_the_name_says_is_noted():
+    plain = model_of("olmoe-1b-7b")
+    stored = model_of("deepseek-v3")
+    assert "--weights nvfp4" in undeclared_format("nvidia--OLMoE-NVFP4.json", plain)
+    assert "--weights int4" in undeclared_format("/models/OLMoE-AWQ/", plain)
+    assert undeclared_format("olmoe-1b-7b", plain) is None
+    assert undeclared_format("/fp8/olmoe", plain) is None
+    assert undeclared_format("DeepSeek-V3-FP8", stored) is None
+
+
+def test_load_of_ranks_covers_every_layout():
+    asked = question("olmoe-1b-7b", "h100x4")
+    plan = search(asked).best
+    for ep, slices in ((4, 1), (2, 2), (1, 4)):
+        pool = plan.pools[-1]
+        pool = replace(pool, layout={**pool.layout, "ep": ep, "expert_tp": slices, "num_redundant": 0})
+        load = load_per_rank(replace(plan, pools=(*plan.pools[:-1], pool)), asked.shares)
+        assert load.shape == (4,)
+        assert load.mean() == pytest.approx(1.0)
+        assert (load.max() > 1.0) == (ep > 1)
+        assert len(set(load.tolist())) <= ep
