@@ -1,15 +1,19 @@
 import itertools
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
+from moesaic.cost.calibrated import shipped
 from moesaic.cost.ops import Work
 from moesaic.cost.term import step_seconds
 from moesaic.cost.two_sided import Sides, TwoSides, two_sided_memory, two_sided_step
 from moesaic.errors import ConfigError
+from moesaic.interop.load_file import read_dump
 from moesaic.planner.concurrency import bands
 from moesaic.planner.demand import Demand, unit_cost
 from moesaic.planner.deployment import deployment_of
@@ -304,3 +308,13 @@ def test_load_of_ranks_covers_every_layout():
         assert load.mean() == pytest.approx(1.0)
         assert (load.max() > 1.0) == (ep > 1)
         assert len(set(load.tolist())) <= ep
+
+
+def test_the_page_tells_the_intervals_and_shows_a_load(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
+    (low, high), (first_low, first_high) = (shipped().bounds[one]["physics"] for one in ("tpot", "ttft"))
+    assert f"TPOT x {low:.2f} to x {high:.2f}, TTFT x {first_low:.2f} to x {first_high:.2f}" in page
+    (shown,) = re.findall(r"^\{\"logical_count.*\}$", page, re.MULTILINE)
+    path = tmp_path / "load.json"
+    path.write_text(shown)
+    assert read_dump(str(path)).counts_LE.shape == (2, 8)
