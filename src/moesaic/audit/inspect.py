@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +21,25 @@ from moesaic.account.memory import (
 )
 from moesaic.account.params import count_params, mtp_params
 from moesaic.account.traffic import BalancePoint, StepTraffic, balance_point, sparsity, step_traffic
-from moesaic.errors import CheckpointError
+from moesaic.errors import CheckpointError, UnsupportedModelError
 from moesaic.interop.gguf import Gguf, is_gguf, read_gguf
 from moesaic.interop.gguf_config import component_bytes, read_spec, type_bytes
+from moesaic.models.accounting import account
+from moesaic.models.families import FAMILIES
+from moesaic.models.headers import Headers
 from moesaic.spec.families import read_config
-from moesaic.spec.folder import INDEX_FILE, missing_files
+from moesaic.spec.folder import INDEX_FILE, missing_files, pickle_names
 from moesaic.spec.hardware import Machine, machine
 from moesaic.spec.locate import Located, locate
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.quantised import QUANTISED
-from moesaic.spec.safetensors import read_header
+from moesaic.spec.safetensors import StoredTensor, read_header
 
 CONTEXT_LEN = 1024
 """Tokens of context that the per-token operations and a step's KV are shown for."""
 STATE_NOTE = "no prefix is reused between requests: a running state cannot be cut at a block"
 
+_FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _EXPERT_NAME = re.compile(r"(^|\.)experts(\.|_|$)|(^|\.)block_sparse_moe\.|_experts?\.\d+\.")
 
 
@@ -61,7 +66,10 @@ class CheckpointView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """Everything `moesaic inspect` says. Scalars over layers are the maximum; lists stand beside them."""
+    """Everything `moesaic inspect` says. Scalars over layers are the maximum; lists stand beside them.
+
+    `runnable` is of the config and, in a folder, of the names, shapes and dtypes of the weights beside it.
+    """
 
     name: str
     kind: Literal["folder", "config_file", "preset", "gguf"]
@@ -130,6 +138,9 @@ def inspect(
     located = locate(name_or_path, hub=hub)
     spec = read_config(located.config, name=_file_name(located))
     checkpoint, notes = _look_at_files(located, spec)
+    fault = _weights_fault(located, spec)
+    if fault is not None:
+        spec = dataclasses.replace(spec, runnable_reasons=(fault,))
     if spec.is_runnable and kv_footprint(spec).state_bytes:
         notes = (*notes, STATE_NOTE)
     return _collect(located.name, located.kind, spec, batch, views, checkpoint, notes)
@@ -146,6 +157,7 @@ def _inspect_gguf(file: Gguf, batch: int | None, views: Sequence[Machine]) -> In
         missing_files=file.missing,
     )
     notes = [f"{len(file.missing)} parts are missing: {', '.join(file.missing[:3])}"] if file.missing else []
+    notes += file.cut
     expected = count_params(spec).num_total
     if not file.missing and view.num_items < expected:
         notes.append(f"the tensors hold {view.num_items} numbers, the metadata describes {expected}")
@@ -239,7 +251,7 @@ def _look_at_files(located: Located, spec: ModelSpec) -> tuple[CheckpointView | 
     paths = sorted(located.path.glob("*.safetensors"))
     missing = missing_files(located.path)
     notes = []
-    if missing:
+    if missing and not spec.is_runnable:  # else it is why the folder does not run
         notes.append(f"{INDEX_FILE} names {len(missing)} files that are not there: {', '.join(missing[:3])}")
     if not paths:
         return None, (*notes, "the folder holds no *.safetensors file")
@@ -260,11 +272,50 @@ def _look_at_files(located: Located, spec: ModelSpec) -> tuple[CheckpointView | 
         num_items=sum(tensor.num_items for tensor in tensors),
         missing_files=missing,
     )
-    expected = count_params(spec).num_total
-    is_plain = all(stored.format == "float16" for stored in spec.stored) and spec.reader == "exact"
-    if is_plain and not missing and not spec.other_params and view.num_items < expected:
-        notes.append(f"the weight files hold {view.num_items} numbers, the config describes {expected}")
+    if all(stored.format == "float16" for stored in spec.stored):
+        notes += _dtype_notes(tensors, spec)
+        if (
+            not spec.is_runnable and not missing and not spec.other_params
+        ):  # else each tensor is accounted for
+            notes += _number_notes(view.num_items, spec)
     return view, tuple(notes)
+
+
+def _dtype_notes(tensors: Sequence[StoredTensor], spec: ModelSpec) -> list[str]:
+    """Where most bytes of the weights have another dtype than config.json says."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[tensor.dtype] += tensor.num_bytes
+    most = max(sizes, key=sizes.__getitem__, default="")
+    found, expected = _FLOATS.get(most, most), spec.stored_format("attention").format
+    if not found or found == expected:
+        return []
+    return [
+        f"most weights are stored as {found}; config.json implies {expected}, which the bytes above follow"
+    ]
+
+
+def _number_notes(num_items: int, spec: ModelSpec) -> list[str]:
+    """Where the weights are more or fewer numbers than config.json describes."""
+    least = count_params(spec).num_total
+    most = least + mtp_params(spec) + (spec.vocab * spec.hidden if spec.has_tied_head else 0)
+    if least <= num_items <= most:
+        return []
+    return [f"the weight files hold {num_items} numbers, the config describes {least}"]
+
+
+def _weights_fault(located: Located, spec: ModelSpec) -> str | None:
+    """Why this folder does not run though its config does; None too where there are no weights to look at."""
+    folder = located.path
+    if not spec.is_runnable or located.kind != "folder" or folder is None:
+        return None
+    if not any(folder.glob("*.safetensors")) and not pickle_names(folder) and not missing_files(folder):
+        return None
+    try:
+        account(Headers.open(located.weights_folder()), spec, FAMILIES[spec.family])
+    except (CheckpointError, UnsupportedModelError) as error:
+        return str(error)
+    return None
 
 
 def dump_json(inspection: Inspection) -> str:

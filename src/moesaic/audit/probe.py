@@ -21,9 +21,10 @@ from moesaic.engine.machine import read_machine
 from moesaic.experts.contract import Tag
 from moesaic.kv.pool import BatchLayout, KvPool
 from moesaic.models.accounting import survey
-from moesaic.models.build import FAMILIES, LoadedModel, load, read_spec
+from moesaic.models.build import LoadedModel, load, read_spec
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.decoder import Decoder
+from moesaic.models.families import FAMILIES
 from moesaic.sched.ledger import cache_groups
 from moesaic.sched.request import Request, SamplingParams
 from moesaic.sched.step import RowPlan

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from moesaic.interop.gguf import is_gguf, read_gguf
+from moesaic.interop.gguf_config import read_spec
 from moesaic.planner.fit import Fit, fit
 from moesaic.planner.question import undeclared_format
 from moesaic.spec.families import read_config
 from moesaic.spec.hardware import cluster
 from moesaic.spec.locate import locate
+from moesaic.spec.model import ModelSpec
 from moesaic.units import format_bytes, format_count
 
 
 def fit_command(
     model: Annotated[
-        str, typer.Argument(help="A model folder, a config.json, or a preset such as deepseek-v3.")
+        str,
+        typer.Argument(help="A model folder, a config.json, a GGUF file, or a preset such as deepseek-v3."),
     ],
     machine: Annotated[str, typer.Option("--machine", help="Device x per node x nodes, as in h200x8x4.")],
     hardware: Annotated[
@@ -34,16 +39,27 @@ def fit_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say whether a model fits, with experts in host memory or on disk if need be, and what is missing."""
-    located = locate(model)
-    spec = read_config(located.config, name=located.name)
+    name, spec, notes = _read(model)
     found = fit(
-        spec, located.name, cluster(machine, hardware), batch=batch,
-        context=context, weight_format=weights, kv_bits=kv_bits,
+        spec, name, cluster(machine, hardware), batch=batch, context=context, weight_format=weights,
+        kv_bits=kv_bits,
     )  # fmt: skip
-    note = undeclared_format(model, spec) if weights is None else None
-    if note is not None:
-        typer.echo(f"note: {note}", err=True)
+    undeclared = undeclared_format(model, spec) if weights is None else None
+    found = replace(found, notes=(*notes, *filter(None, [undeclared]), *found.notes))
     typer.echo(json.dumps(found.to_json(), indent=2, allow_nan=False) if as_json else render(found))
+
+
+def _read(model: str) -> tuple[str, ModelSpec, tuple[str, ...]]:
+    """What messages call the model, its sizes, and what its file lacks."""
+    path = Path(model).expanduser()
+    if model and is_gguf(path):
+        file = read_gguf(path)
+        absent = tuple(
+            f"{name} is missing: its tensors are taken to be as the others" for name in file.missing
+        )
+        return str(path), read_spec(file), (*absent, *file.cut)
+    located = locate(model)
+    return located.name, read_config(located.config, name=located.name), ()
 
 
 def render(found: Fit) -> str:
@@ -71,4 +87,5 @@ def render(found: Fit) -> str:
         f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in found.rank_bytes.items() if size
     )
     lines.append(f"  one rank    {held}; it has {format_bytes(found.rank_have_bytes)}")
+    lines += [f"  note        {note}" for note in found.notes]
     return "\n".join(lines)

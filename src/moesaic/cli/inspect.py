@@ -143,13 +143,23 @@ def render(found: Inspection) -> str:
         lines.append(f"    {kind:<26}  {format_bytes(size):>8}")
     lines += [_row("note", note) for note in found.notes]
     if found.runnable:
-        # Of a folder only headers were read: whether its weights are whole is verify's question.
-        seen = f"; only headers were read here, `moesaic verify {found.name}` reads and runs the weights"
-        lines.append(_row("runs", "yes" + (seen if found.checkpoint is not None else "")))
+        lines.append(_row("runs", _runs(found)))
     else:
         lines.append(_row("runs", "no"))
         lines += [f"    {reason}" for reason in found.reasons]
     return "\n".join(lines)
+
+
+def _runs(found: Inspection) -> str:
+    if found.kind != "folder":
+        return "yes"
+    if found.checkpoint is None:
+        return "the config yes; there are no weights here"
+    # Whether the numbers themselves are whole is verify's question.
+    return (
+        "yes: every weight has its name, shape and dtype; only headers were read here, "
+        f"`moesaic verify {found.name}` reads and runs the weights"
+    )
 
 
 def _row(label: str, text: str) -> str:

@@ -49,6 +49,7 @@ TENSOR_TYPES: Mapping[int, tuple[str, int, int]] = MappingProxyType(
 """Number in the file: name, numbers in a block, bytes of a block. Source: ggml's block structs."""
 
 Scalar = bool | int | float | str
+_Part = tuple[dict[str, "Scalar | tuple[Scalar, ...] | Omitted"], list["GgufTensor"], list[str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +84,7 @@ class Gguf:
     tensors: tuple[GgufTensor, ...]
     files: tuple[Path, ...]
     missing: tuple[str, ...]  # parts that are named and not there
+    cut: tuple[str, ...] = ()  # of each part whose data ends early: what is cut short
 
     @property
     def file_bytes(self) -> int:
@@ -102,10 +104,10 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """A GGUF file and the other parts of it, whichever part is given.
+    """A GGUF file and the other parts of it, whichever part is given. Data may be cut short: `cut` says so.
 
-    Raises: CheckpointError for a file that is cut short, damaged, or of a version that is not read; for a
-            first part that is missing, which alone holds the metadata.
+    Raises: CheckpointError for metadata that are cut short or damaged, and for a version that is not read;
+            for a first part that is missing, which alone holds the metadata.
     """
     match = _SPLIT.fullmatch(path.name)
     names = [path.name]
@@ -121,9 +123,11 @@ def read_gguf(path: Path) -> Gguf:
     files = [path.parent / name for name in names if (path.parent / name).is_file()]
     metadata: Mapping[str, Scalar | tuple[Scalar, ...] | Omitted] = {}
     tensors: dict[str, GgufTensor] = {}
+    cut = []
     for file in files or [path]:
-        pairs, infos = _read_part(file)
+        pairs, infos, short = _read_part(file)
         metadata = metadata or pairs
+        cut += short
         for tensor in infos:
             if tensor.name in tensors:
                 raise CheckpointError(f"{tensor.name} is in {tensors[tensor.name].file} and again in {file}")
@@ -134,12 +138,11 @@ def read_gguf(path: Path) -> Gguf:
         tensors=tuple(tensors.values()),
         files=tuple(files),
         missing=tuple(name for name in names if not (path.parent / name).is_file()),
+        cut=tuple(cut),
     )
 
 
-def _read_part(
-    path: Path,
-) -> tuple[dict[str, Scalar | tuple[Scalar, ...] | Omitted], list[GgufTensor]]:
+def _read_part(path: Path) -> _Part:
     try:
         with open(path, "rb") as file:
             return _Reader(path, file).part()
@@ -156,9 +159,9 @@ class _Reader:
         self.at = 0
         self.kept = 0
 
-    def part(self) -> tuple[dict[str, Scalar | tuple[Scalar, ...] | Omitted], list[GgufTensor]]:
-        """The pairs and the tensor infos."""
-        if self.take(4, "its first bytes") != MAGIC:
+    def part(self) -> _Part:
+        """The pairs, the tensor infos, and what is cut short."""
+        if self.take(4, "its first word") != MAGIC:
             raise CheckpointError(f"{self.path} is not a GGUF file: it does not begin with {MAGIC.decode()}")
         version = self.number("I")
         if version not in VERSIONS:
@@ -179,14 +182,14 @@ class _Reader:
             raise self.damaged(f"has general.alignment {alignment!r}, not a multiple of 8")
         infos = [self.info() for _ in range(num_tensors)]
         start = -(-self.at // alignment) * alignment
-        for tensor, offset in infos:
-            end = start + offset + tensor.num_bytes
-            if end > self.size:
-                raise CheckpointError(
-                    f"{self.path} is cut short: {tensor.name} ends at byte {end}, the file at {self.size}; "
-                    "copy or download it again"
-                )
-        return pairs, [tensor for tensor, _ in infos]
+        end = max((start + offset + tensor.num_bytes for tensor, offset in infos), default=0)
+        cut = []
+        if end > self.size:
+            cut.append(
+                f"{self.path} is cut short: its tensors end at byte {end}, the file at {self.size}; copy or "
+                "download it again"
+            )
+        return pairs, [tensor for tensor, _ in infos], cut
 
     def info(self) -> tuple[GgufTensor, int]:
         """One tensor and its offset."""
@@ -257,7 +260,7 @@ class _Reader:
         """Bytes from here on."""
         if num_bytes > self.size - self.at:
             raise CheckpointError(
-                f"{self.path} is cut short or damaged: {what[:120]} needs {num_bytes} bytes at byte "
+                f"{self.path} is cut short or damaged: {num_bytes} bytes of {what[:120]} are due at byte "
                 f"{self.at}, the file has {self.size}; copy or download it again"
             )
         self.kept += num_bytes

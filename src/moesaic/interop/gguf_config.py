@@ -80,6 +80,11 @@ def read_spec(file: Gguf) -> ModelSpec:
     Raises: CheckpointError or ConfigError for metadata that is missing or contradicts itself.
     """
     facts = Facts(file)
+    if facts.get("expert_count") and facts.get("expert_used_count") is None:
+        raise ConfigError(
+            f"{file.path}: {facts.arch}.expert_used_count is missing; a file with experts ({facts.arch}."
+            f"expert_count is {facts.get('expert_count')}) says how many a token takes: convert it again"
+        )
     config = _drop_absent(_common(facts) | EXACT.get(facts.arch, _generic)(facts))
     try:
         spec = read_config(config, name=str(file.path))

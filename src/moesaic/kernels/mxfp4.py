@@ -16,8 +16,8 @@ import math
 import torch
 from torch import Tensor
 
-BLOCK = 32  # numbers under one scale
-BLOCK_BYTES = BLOCK // 2
+from moesaic.spec.mxfp4 import BLOCK
+
 DECODE_BYTES = 6  # a float32, and half of an index
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -13,10 +13,10 @@ from math import prod
 from typing import Literal
 
 from moesaic.errors import CheckpointError, ConfigError
-from moesaic.kernels import mxfp4
-from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.headers import Headers
 from moesaic.models.names import Keys, PerExpert, Row, Stacked, Unused, WeightMap
 from moesaic.models.parameter import Half, Shape, layer_parameters, norm_parameters
+from moesaic.spec import mxfp4
 from moesaic.spec.families import assumed_sizes
 from moesaic.spec.locate import read_json_object
 from moesaic.spec.model import ModelSpec, MoeSpec
@@ -100,7 +100,7 @@ class Survey:
     unknown: tuple[str, ...]  # keys that nothing consumes
 
 
-def account(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Accounting:
+def account(checkpoint: Headers, spec: ModelSpec, names: WeightMap) -> Accounting:
     """Settle every key and every parameter.
 
     Raises: CheckpointError naming parameters that nothing fills and keys that nothing consumes (the first
@@ -113,7 +113,7 @@ def account(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Accoun
     return found.accounting
 
 
-def survey(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Survey:
+def survey(checkpoint: Headers, spec: ModelSpec, names: WeightMap) -> Survey:
     """What `account` settles, and what it would refuse.
 
     Raises: CheckpointError for a tensor of another shape or dtype, and for experts on one side only.
@@ -124,7 +124,7 @@ def survey(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Survey:
         raise CheckpointError(f"{error}{_assumed(checkpoint)}") from error
 
 
-def _survey(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Survey:
+def _survey(checkpoint: Headers, spec: ModelSpec, names: WeightMap) -> Survey:
     names = names.of(checkpoint.names)
     missing: list[str] = []
     fillings = [*_model_fillings(spec, names), *_layer_fillings(checkpoint, spec, names)]
@@ -167,7 +167,7 @@ def _model_fillings(spec: ModelSpec, names: WeightMap) -> Iterator[Filling]:
         yield Filling(key=names.head_bias, shape=(spec.vocab,), half="model", name="head_bias")
 
 
-def _layer_fillings(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -> Iterator[Filling]:
+def _layer_fillings(checkpoint: Headers, spec: ModelSpec, names: WeightMap) -> Iterator[Filling]:
     for layer_idx, layer in enumerate(spec.layers):
         prefix = names.layer_prefix.format(layer=layer_idx)
         halves = layer_parameters(layer, spec.hidden, has_norm_bias=spec.has_norm_bias)
@@ -187,7 +187,7 @@ def _layer_fillings(checkpoint: Checkpoint, spec: ModelSpec, names: WeightMap) -
             yield from _expert_fillings(checkpoint, prefix, layer.ffn, names, layer_idx)
 
 
-def _spelling(checkpoint: Checkpoint, prefix: str, keys: Keys) -> str:
+def _spelling(checkpoint: Headers, prefix: str, keys: Keys) -> str:
     if isinstance(keys, Row):
         return prefix + keys.key
     spellings = [prefix + key for key in ((keys,) if isinstance(keys, str) else keys)]
@@ -195,7 +195,7 @@ def _spelling(checkpoint: Checkpoint, prefix: str, keys: Keys) -> str:
 
 
 def _expert_fillings(
-    checkpoint: Checkpoint, prefix: str, moe: MoeSpec, names: WeightMap, layer_idx: int
+    checkpoint: Headers, prefix: str, moe: MoeSpec, names: WeightMap, layer_idx: int
 ) -> Iterator[Filling]:
     E, F, D = moe.num_experts, moe.expert_width, moe.row_width
     layout = _expert_layout(checkpoint, prefix, names, layer_idx)
@@ -228,9 +228,7 @@ def _expert_fillings(
             )
 
 
-def _expert_layout(
-    checkpoint: Checkpoint, prefix: str, names: WeightMap, layer_idx: int
-) -> PerExpert | Stacked:
+def _expert_layout(checkpoint: Headers, prefix: str, names: WeightMap, layer_idx: int) -> PerExpert | Stacked:
     """The layout of which this layer's first key is there."""
     first_keys = [prefix + layout.first_key for layout in names.experts]
     for layout, key in zip(names.experts, first_keys, strict=True):
@@ -242,7 +240,7 @@ def _expert_layout(
     )
 
 
-def _check_blocks(checkpoint: Checkpoint, layout: Stacked, *widths: int) -> None:
+def _check_blocks(checkpoint: Headers, layout: Stacked, *widths: int) -> None:
     """Packed rows are whole blocks.
 
     Raises: CheckpointError for a width that no number of blocks makes.
@@ -257,7 +255,7 @@ def _check_blocks(checkpoint: Checkpoint, layout: Stacked, *widths: int) -> None
 
 
 def _reason_unused(
-    key: str, checkpoint: Checkpoint, num_layers: int, declared: tuple[Unused, ...]
+    key: str, checkpoint: Headers, num_layers: int, declared: tuple[Unused, ...]
 ) -> str | None:
     for unused in declared:
         match = re.fullmatch(unused.pattern, key)
@@ -271,7 +269,7 @@ def _reason_unused(
     return None
 
 
-def _explain(checkpoint: Checkpoint, spec: ModelSpec, missing: list[str], unknown: list[str]) -> str:
+def _explain(checkpoint: Headers, spec: ModelSpec, missing: list[str], unknown: list[str]) -> str:
     parts = []
     if missing:
         parts.append(f"{len(missing)} parameters are filled by no tensor: {_few(missing)}")
@@ -294,7 +292,7 @@ def _explain(checkpoint: Checkpoint, spec: ModelSpec, missing: list[str], unknow
     )
 
 
-def _assumed(checkpoint: Checkpoint) -> str:
+def _assumed(checkpoint: Headers) -> str:
     """A clause on the sizes that config.json leaves out, which may be why it does not match."""
     path = checkpoint.path / "config.json"
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from torch import Tensor
 
@@ -28,28 +27,10 @@ from moesaic.layers.rope import RopeTable
 from moesaic.models.accounting import Accounting, account
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.decoder import Decoder, DecoderLayer, FfnHalf, Head, Mixer, MixerHalf
-from moesaic.models.deepseek_v2 import DEEPSEEK_V2
-from moesaic.models.deepseek_v3 import DEEPSEEK_V3
 from moesaic.models.dense_block import DenseBlock
-from moesaic.models.dots1 import DOTS1
-from moesaic.models.ernie4_5_moe import ERNIE4_5_MOE
-from moesaic.models.gemma4 import GEMMA4
-from moesaic.models.glm4_moe import GLM4_MOE
-from moesaic.models.gpt_oss import GPT_OSS
-from moesaic.models.granitemoe import GRANITEMOE
-from moesaic.models.kimi_k25 import KIMI_K25
-from moesaic.models.llama import LLAMA
-from moesaic.models.llama4 import LLAMA4
-from moesaic.models.minimax_m2 import MINIMAX_M2
-from moesaic.models.mixtral import MIXTRAL
+from moesaic.models.families import FAMILIES
 from moesaic.models.moe_block import BranchNorms, Dense, MoeBlock, Norm
 from moesaic.models.names import WeightMap
-from moesaic.models.olmoe import OLMOE
-from moesaic.models.phimoe import PHIMOE
-from moesaic.models.qwen2_moe import QWEN2_MOE
-from moesaic.models.qwen3_5_moe import QWEN3_5_MOE
-from moesaic.models.qwen3_moe import QWEN3_MOE
-from moesaic.models.qwen3_next import QWEN3_NEXT
 from moesaic.models.weights import (
     Progress,
     Weights,
@@ -62,7 +43,7 @@ from moesaic.models.weights import (
 )
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
-from moesaic.spec.families import read_config
+from moesaic.spec.families import RUNNABLE_TYPES, read_config
 from moesaic.spec.locate import locate_folder
 from moesaic.spec.model import (
     DenseSpec,
@@ -76,32 +57,6 @@ from moesaic.spec.model import (
 )
 from moesaic.spec.numerics import DType, Format, Numerics
 from moesaic.spec.numerics import preset as numerics_of
-
-FAMILIES: Mapping[str, WeightMap] = MappingProxyType(
-    {
-        "llama": LLAMA,
-        "qwen3_moe": QWEN3_MOE,
-        "olmoe": OLMOE,
-        "mixtral": MIXTRAL,
-        "deepseek_v3": DEEPSEEK_V3,
-        "gemma4": GEMMA4,
-        "gpt_oss": GPT_OSS,
-        "llama4": LLAMA4,
-        "kimi_k25": KIMI_K25,
-        "qwen2_moe": QWEN2_MOE,
-        "deepseek_v2": DEEPSEEK_V2,
-        "glm4_moe": GLM4_MOE,
-        "glm4_moe_lite": DEEPSEEK_V3,  # GLM-4.7-Flash: the same names, other sizes
-        "dots1": DOTS1,
-        "minimax_m2": MINIMAX_M2,
-        "ernie4_5_moe": ERNIE4_5_MOE,
-        "granitemoe": GRANITEMOE,
-        "phimoe": PHIMOE,
-        "qwen3_next": QWEN3_NEXT,
-        "qwen3_5_moe": QWEN3_5_MOE,
-    }
-)
-"""The families that run; `spec.families.RUNNABLE` says the same without torch."""
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever the model's own is.
@@ -182,7 +137,7 @@ def build(
 
     Raises: as `load`, but for the config.
     """
-    names = _family(spec)
+    names = _family(checkpoint.path, spec)
     accounting = account(checkpoint, spec, names)
     check_memory(checkpoint, accounting, numerics, available_bytes)
     ops = choose(numerics, num_threads=num_threads)
@@ -209,19 +164,19 @@ def build(
     )
 
 
-def _family(spec: ModelSpec) -> WeightMap:
-    """The names of a spec's family.
+def _family(folder: Path, spec: ModelSpec) -> WeightMap:
+    """The names of a spec's family; `folder` is what messages name.
 
     Raises: UnsupportedModelError naming each feature that the engine lacks.
     """
     if spec.runnable_reasons:
         raise UnsupportedModelError(
-            f"{spec.model_type} is not run by this build: {'; '.join(spec.runnable_reasons)}. "
-            f"Families that run: {', '.join(FAMILIES)}"
+            f"{folder}: model type {spec.model_type} is not run by this build: "
+            f"{'; '.join(spec.runnable_reasons)}. Model types that run: {', '.join(RUNNABLE_TYPES)}"
         )
     if spec.family not in FAMILIES:
         raise UnsupportedModelError(
-            f"no model is built for family {spec.family!r}; {nearest(spec.family, FAMILIES)}"
+            f"{folder}: no model is built for family {spec.family!r}; {nearest(spec.family, FAMILIES)}"
         )
     return FAMILIES[spec.family]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from moesaic.kernels import mxfp4
 from moesaic.models.parameter import Half, Shape
+from moesaic.spec import mxfp4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

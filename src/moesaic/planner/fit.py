@@ -49,6 +49,7 @@ class Fit:
     rank_bytes: Mapping[str, int]  # one rank, by component
     rank_have_bytes: int
     expert_share: Mapping[Tier, float]  # of the routed experts, by tier
+    notes: tuple[str, ...] = ()  # why this engine does not run the model, and what its counts may miss
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dumps`."""
@@ -64,6 +65,7 @@ class Fit:
             "active_params": self.active_params, "layout": dict(self.layout),
             "rank_bytes": dict(self.rank_bytes),
             "rank_have_bytes": self.rank_have_bytes, "expert_share": dict(self.expert_share),
+            "notes": list(self.notes),
         }  # fmt: skip
 
 
@@ -111,7 +113,7 @@ def fit(
         num_params=params.num_total, active_params=params.num_active,
         layout={key: int(pick(getattr(splits, key), best)) for key in ("tp", "dp", "ep", "expert_tp")},
         rank_bytes={key: int(pick(size, best)) for key, size in parts.items()}, rank_have_bytes=int(have),
-        expert_share={tier: number / total for tier, number in places.items()},
+        expert_share={tier: number / total for tier, number in places.items()}, notes=model.runnable_reasons,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.errors import CheckpointError, ConfigError, UnsupportedModelError
-from moesaic.spec.model import ModelSpec
+from moesaic.spec.model import STORED_AS, ModelSpec
 
 INDEX_FILE = "model.safetensors.index.json"
 RULE = "a model folder holds config.json, tokenizer.json and *.safetensors, as Hugging Face repositories do"
@@ -146,10 +146,14 @@ def explain_adapter(folder: Path) -> str:
 def _check_quantised(folder: Path, config: Mapping[str, Any], spec: ModelSpec) -> None:
     quant = config.get("quantization_config")
     if isinstance(quant, Mapping) and quant.get("quant_method") and spec.stored and spec.runnable_reasons:
+        others = [reason for reason in spec.runnable_reasons if not reason.startswith(STORED_AS)]
+        way = "give the unquantised checkpoint (float32, bfloat16 or float16)"
+        if others:
+            way = f"nor is an unquantised one run: {'; '.join(others)}"
         raise UnsupportedModelError(
             f"{folder}: quantization_config in config.json says that the weights are stored as "
-            f"{str(quant['quant_method'])[:40]}, which is not run yet; give the unquantised checkpoint "
-            "(float32, bfloat16 or float16). `moesaic inspect` reads this one"
+            f"{str(quant['quant_method'])[:40]}, which is not run yet; {way}. `moesaic inspect` reads "
+            "this one"
         )
 
 

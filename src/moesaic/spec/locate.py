@@ -173,7 +173,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except ConfigError:
         raise
     except ValueError as error:  # JSONDecodeError, or an integer of thousands of digits
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+        raise ConfigError(
+            f"{path}: not valid JSON: {error}; mend it there, or copy or download the file again"
+        ) from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a config must be a JSON object, got a {type(data).__name__}")
     return data
@@ -214,7 +216,7 @@ def _modelopt(path: Path) -> dict[str, Any]:
 def _is_gguf(path: Path) -> bool:
     try:
         with open(path, "rb") as file:
-            return file.read(4) == b"GGUF"
+            return path.suffix == ".gguf" or file.read(4) == b"GGUF"
     except OSError:
         return False  # the reader of the config says why
 

@@ -19,6 +19,8 @@ Component = Literal[
     "norms", "other",
 ]  # fmt: skip
 COMPONENTS: tuple[Component, ...] = get_args(Component)
+STORED_AS = "weights stored as"
+"""How a reason begins that lies in how the weights are stored and not in the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,18 +114,38 @@ def test_a_folder_with_its_files(tmp_path: Path) -> None:
         1,
         6400,
     )
-    assert "the weight files hold 6400 numbers, the config describes" in found.notes[0]
     assert "files       1, " in render(found)
 
 
+@pytest.mark.parametrize("rows", [99, 10**7])
+def test_other_numbers_than_the_config_has_are_noted(tmp_path: Path, rows: int) -> None:
+    config = CONFIGS["dbrx"]
+    expected = count_params(read_config(config, name="m")).num_total
+    found = inspect(str(write_folder(tmp_path, config, {"all": [rows]})))
+    assert f"the weight files hold {rows} numbers, the config describes {expected}" in found.notes
+
+
 def test_a_complete_folder_has_no_note(tmp_path: Path) -> None:
-    total = count_params(read_config(CONFIGS["mixtral"], name="m")).num_total
-    assert inspect(str(write_folder(tmp_path, CONFIGS["mixtral"], {"all": [total]}))).notes == ()
+    config = CONFIGS["dbrx"] | {"torch_dtype": "bfloat16"}
+    total = count_params(read_config(config, name="m")).num_total
+    assert inspect(str(write_folder(tmp_path, config, {"all": [total]}))).notes == ()
+
+
+def test_a_dtype_that_the_config_does_not_say_is_noted(tmp_path: Path) -> None:
+    config = CONFIGS["mixtral"] | {"torch_dtype": "float32"}
+    found = inspect(str(write_folder(tmp_path, config, {"all": [2]})))
+    assert "stored as bfloat16; config.json implies float32" in found.notes[0]
 
 
 def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["mixtral"]))
-    assert inspect(str(tmp_path)).notes == ("the folder holds no *.safetensors file",)
+    found = inspect(str(tmp_path))
+    assert found.notes == ("the folder holds no *.safetensors file",)
+    assert "runs        the config yes; there are no weights here" in render(found)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    pickled = inspect(str(tmp_path))
+    assert not pickled.runnable
+    assert "as pickle (pytorch_model.bin)" in pickled.reasons[0]
 
 
 def test_missing_shards_are_named(tmp_path: Path) -> None:
@@ -135,7 +155,8 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
     found = inspect(str(tmp_path))
     assert found.checkpoint is not None
     assert found.checkpoint.missing_files == ("model-2.safetensors",)
-    assert "model-2.safetensors" in found.notes[0]
+    assert not found.runnable
+    assert "model-2.safetensors" in found.reasons[0]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +173,7 @@ def test_experts_under_a_dense_config_are_an_error(tmp_path: Path, name: str) ->
     with pytest.raises(CheckpointError, match="describes a dense model"):
         inspect(str(folder))
     dense = write_folder(tmp_path, CONFIGS["llama"], {"model.layers.0.mlp.gate_proj.weight": [2, 2]})
-    assert inspect(str(dense)).runnable
+    inspect(str(dense))
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def test_an_unknown_architecture_is_read_by_the_usual_keys(tmp_path: Path) -> No
         ({"olmoe.embedding_length": None}, r"x.gguf: olmoe.embedding_length is missing"),
         ({"olmoe.expert_used_count": 9}, r"olmoe.expert_used_count must be at most olmoe.expert_count \(8\)"),
         ({"olmoe.block_count": 0}, r"olmoe.block_count must be between 1 and"),
+        ({"olmoe.expert_used_count": None}, r"olmoe.expert_used_count is missing; .*expert_count is 8"),
     ],
     ids=str,
 )
@@ -162,13 +163,13 @@ def info(*shape: int, kind: int = 0) -> bytes:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "needs 4 bytes at byte 0, the file has 0"),
+        (b"", "4 bytes of its first word are due at byte 0, the file has 0"),
         (b"GGML" + bytes(20), "does not begin with GGUF"),
         (head(version=1), "GGUF version 1; 2 and 3 are read"),
         (head(version=3 << 24), "it is big-endian"),
         (head(num_tensors=2**60), f"announces {2**60} tensors in 0 bytes"),
         (head(num_pairs=2**63), f"announces {2**63} pairs in 0 bytes"),
-        (head(num_pairs=1) + struct.pack("<Q", 2**62) + bytes(9), f"a key needs {2**62} bytes"),
+        (head(num_pairs=1) + struct.pack("<Q", 2**62) + bytes(9), f"{2**62} bytes of a key are due"),
         (head(num_pairs=1) + struct.pack("<QII", 0, 99, 0) + bytes(9), "value type 99"),
         (head(num_pairs=1) + struct.pack("<QIIQ", 0, 9, 4, 2**61), f"announces {2**61} items"),
         (head(num_pairs=1) + struct.pack("<QIIQ", 0, 9, 8, 2**61), f"announces {2**61} items"),
@@ -176,7 +177,7 @@ def info(*shape: int, kind: int = 0) -> bytes:
             head(num_pairs=1) + struct.pack("<QI", 0, 9) + struct.pack("<IQ", 9, 1) * 8 + bytes(99),
             "nests arrays",
         ),
-        (info(2**40), "t ends at byte"),
+        (info(2**40), "no general.architecture"),
         (info(1, 1, 1, 1, 1), "5 dims, more than 4"),
         (info(33, kind=8), "rows of 33 in blocks of 32"),
         (info(1, kind=77), "tensor type 77, which this version does not know"),
@@ -193,17 +194,23 @@ def test_what_is_absurd_is_refused(tmp_path: Path, data: bytes, words: str) -> N
     assert str(path) in str(caught.value)
 
 
-def test_a_file_cut_anywhere_is_an_error(tmp_path: Path) -> None:
+def test_a_file_cut_anywhere_is_an_error_or_noted(tmp_path: Path) -> None:
     metadata = metadata_of("llama", TINY) | {"tokens": ["a", "bc"], "scores": [0.5, 1.5], "flag": True}
     data = gguf_bytes(metadata, TENSORS)
-    needed = len(data.rstrip(b"\0"))
+    described = data.rindex(b"ffn_gate_inp.weight") + len(b"ffn_gate_inp.weight") + 4 + 2 * 8 + 4 + 8
     path = tmp_path / "x.gguf"
-    for size in [*range(needed), *range(needed, len(data), 997)]:
+    for size in range(described):
         path.write_bytes(data[:size])
         with pytest.raises(CheckpointError):
             read_gguf(path)
+    for size in (*range(described, len(data), 997), len(data) - 1):
+        path.write_bytes(data[:size])
+        (note,) = read_gguf(path).cut
+        assert f"{path} is cut short: its tensors end at byte {len(data)}, the file at {size}" in note
+    assert note in inspect(str(path)).notes
     path.write_bytes(data)
-    assert len(read_gguf(path).tensors) == len(TENSORS)
+    whole = read_gguf(path)
+    assert (len(whole.tensors), whole.cut) == (len(TENSORS), ())
 
 
 SOUND = gguf_bytes(metadata_of("qwen3moe", TINY | {"x": [1, 2, 3]}) | {"t": ["a", "b"]}, TENSORS)

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from moesaic.errors import CheckpointError
 from moesaic.models.accounting import Accounting, account
-from moesaic.models.build import FAMILIES, read_spec
+from moesaic.models.build import read_spec
 from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.families import FAMILIES
 
 
 def account_of(folder: Path) -> Accounting:

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from moesaic.errors import CheckpointError
-from moesaic.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.headers import SINGLE_FILE
+from moesaic.spec.folder import INDEX_FILE
 from moesaic.spec.safetensors import read_header
 
 TENSORS = {

@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf_files import metadata_of, write_gguf
+from typer.testing import CliRunner
 
-from moesaic.errors import ConfigError
+from moesaic.cli.fit import fit_command
+from moesaic.cli.main import build_app
+from moesaic.errors import CheckpointError, ConfigError
 from moesaic.planner.fit import fit, legal_splits
 from moesaic.spec.families import read_config
 from moesaic.spec.hardware import cluster
@@ -112,3 +116,26 @@ def test_the_command_line(tmp_path: Path) -> None:
     wrong = run("mixtral-8x7b", "--machine", "h10")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "did you mean h100" in wrong.stderr
+
+
+def test_a_gguf_file_is_read_for_its_sizes_and_what_is_wrong_is_noted(tmp_path: Path) -> None:
+    facts = {
+        "block_count": 2, "context_length": 128, "embedding_length": 64, "feed_forward_length": 96,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "expert_count": 8, "expert_used_count": 2,
+    }  # fmt: skip
+    path = write_gguf(
+        tmp_path / "x.gguf", metadata_of("newmoe", facts), {"token_embd.weight": ("F16", (64, 9))}
+    )
+    path.write_bytes(path.read_bytes()[:-1])
+    done = CliRunner().invoke(build_app("fit"), ["fit", str(path), "--machine", "h200x8", "--context", "64"])
+    assert done.exit_code == 0, done.output
+    for words in ("verdict     fits", "cut short", "GGUF are not run yet", "counts may miss parts"):
+        assert words in done.output
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="first word are due"):
+        fit_command(str(tmp_path / "empty.gguf"), "h200x8")
+
+
+def test_what_this_engine_does_not_run_is_noted() -> None:
+    assert fit(model("dbrx"), "dbrx", cluster("h200x8")).notes == model("dbrx").runnable_reasons != ()
+    assert fit(model("mixtral-8x7b"), "mixtral", cluster("h200x8")).notes == ()

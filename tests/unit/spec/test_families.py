@@ -358,7 +358,16 @@ def test_quantisation_that_cannot_be_told_is_refused(quantisation: Any, words: s
         ("qwen3_moe", {"rms_norm_eps": float("nan")}, "rms_norm_eps must be finite"),
         ("qwen3_moe", {"rope_theta": 0}, "rope_theta must be above 0"),
         ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false"),
-        ("qwen3_moe", {"hidden_act": "sil"}, "did you mean silu"),
+        (
+            "qwen3_moe",
+            {"hidden_act": "xielu"},
+            "'xielu', which this version does not compute; it computes gelu",
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": None},
+            "num_experts_per_tok is missing; .*write the model's",
+        ),
         (
             "qwen3_moe",
             {"mlp_only_layers": [4]},

@@ -10,7 +10,7 @@ import pytest
 from config_cases import CONFIGS
 
 from moesaic.errors import MoesaicError
-from moesaic.spec.locate import locate
+from moesaic.spec.locate import locate, preset
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 OLMOE = CONFIGS["olmoe"]
@@ -95,6 +95,10 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "fp8": (
         lambda f: put(f, config__json=OLMOE | {"quantization_config": {"quant_method": "fp8"}}),
         ("stored as fp8, which is not run yet", "give the unquantised checkpoint"),
+    ),
+    "fp8 of a family that does not run": (
+        lambda f: put(f, config__json=preset("deepseek-v3.2").config),
+        ("stored as fp8, which is not run yet", "nor is an unquantised one run: a sparse-attention index"),
     ),
 }  # fmt: skip
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from moesaic.spec.families.table import FAMILIES, RUNNABLE, Family, assumed_sizes, read_config
+from moesaic.spec.families.table import FAMILIES, RUNNABLE, RUNNABLE_TYPES, Family, assumed_sizes, read_config
 
-__all__ = ["FAMILIES", "RUNNABLE", "Family", "assumed_sizes", "read_config"]
+__all__ = ["FAMILIES", "RUNNABLE", "RUNNABLE_TYPES", "Family", "assumed_sizes", "read_config"]

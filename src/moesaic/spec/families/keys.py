@@ -52,8 +52,9 @@ class Keys:
         return ConfigError(f"{self.where}: {self.path(key)} must be {rule}, got {shorten(value)}")
 
     def missing(self, key: str, why: str = "") -> ConfigError:
-        """The error to raise for a key that has no default."""
-        return ConfigError(f"{self.where}: {self.path(key)} is missing{f'; {why}' if why else ''}")
+        """The error to raise for a key that has no default; `why` is the rule, where it is another."""
+        rule = why or "there is no default for it: write the model's own value there"
+        return ConfigError(f"{self.where}: {self.path(key)} is missing; {rule}")
 
     def has(self, key: str) -> bool:
         """Whether the file itself sets the key or an alias of it."""

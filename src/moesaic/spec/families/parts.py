@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from moesaic.errors import ConfigError
-from moesaic.spec.families.keys import MAX_WHOLE, Keys, divide
+from moesaic.spec.families.keys import MAX_WHOLE, Keys, divide, shorten
 from moesaic.spec.families.quantised import plain_format, read_stored
 from moesaic.spec.families.rope import read_rope
 from moesaic.spec.model import (
     COMPONENTS,
+    STORED_AS,
     Activation,
     DenseSpec,
     GateSpec,
@@ -131,7 +132,13 @@ def read_gqa(
 
 def read_activation(keys: Keys, key: str = "hidden_act") -> Activation:
     """The activation; absent means silu."""
-    name = keys.text_or_none(key, ACTIVATIONS)
+    name = keys.text_or_none(key)
+    if name is not None and name not in ACTIVATIONS:
+        # A name that is near is another function, not this one misspelt: none is suggested.
+        raise ConfigError(
+            f"{keys.where}: {keys.path(key)} is {shorten(name)}, which this version does not compute; it "
+            f"computes {', '.join(sorted(ACTIVATIONS))}"
+        )
     return "silu" if name is None else ACTIVATIONS[name]
 
 
@@ -330,7 +337,7 @@ def _lacking(spec: ModelSpec, quant_method: str | None) -> tuple[str, ...]:
     formats = sorted({one.format for one in spec.stored} - {"float16", *decoded})
     if formats:
         reasons.append(
-            f"weights stored as {', '.join(formats)} are not run yet; float32, bfloat16 and float16 ones "
+            f"{STORED_AS} {', '.join(formats)} are not run yet; float32, bfloat16 and float16 ones "
             "are, and gpt-oss' mxfp4 experts"
         )
     ropes = [getattr(layer.mixer, "rope", None) for layer in spec.layers]

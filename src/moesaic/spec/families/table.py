@@ -90,6 +90,8 @@ FAMILIES: Mapping[str, Family] = {
 
 RUNNABLE: frozenset[str] = frozenset(row.family for row in FAMILIES.values() if row.lacks is None)
 """Families that `models/` builds."""
+RUNNABLE_TYPES = tuple(sorted(name for name, row in FAMILIES.items() if row.lacks is None))
+"""Their model_types, which are more: several may be of one family."""
 
 
 def read_config(config: Mapping[str, Any], *, name: str) -> ModelSpec:
@@ -193,9 +195,13 @@ def _read_unknown(
     keys = Keys(text, where=name, prefix=prefix, aliases=GENERIC_ALIASES)
     outer = Keys(config, where=name) if prefix else keys
     check_sizes(keys)
-    called = model_type or "no model_type"
     spec = read_generic(
         Source(keys=keys, outer=outer, model_type=model_type or "unknown", family="generic", reader="generic")
     )
-    reason = f"unknown model type ({called}): read by the usual keys, so counts may miss parts, and not run"
+    called = (
+        f"unknown model type ({model_type})"
+        if model_type
+        else ("config.json has no model_type (it names the architecture: write the model's own there)")
+    )
+    reason = f"{called}: read by the usual keys, so counts may miss parts, and not run"
     return replace(spec, runnable_reasons=(reason, *spec.runnable_reasons))
