@@ -89,7 +89,7 @@ def models_page() -> str:
         "",
         "## GGUF",
         "",
-        "`moesaic inspect` and `fit` read the metadata of any GGUF file; weights in it are not run yet. The sizes",
+        "`inspect` and `fit` read the metadata of any GGUF file; weights in it are not run. The sizes",
         "of these architectures come out as in the original config: "
         + ", ".join(f"`{arch}`" for arch in sorted(EXACT))
         + ".",
