@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moesaic.errors import ConfigError
 from moesaic.interop.divisibility import problems
-from moesaic.interop.inventory import Inventory, choose
+from moesaic.interop.inventory import Inventory, choose, versions
 from moesaic.interop.launch import (
     Emission,
     Lack,
@@ -85,7 +85,7 @@ def emit(
     return Emission(
         engine=engine, version=inventory.version, basis=inventory.basis, model=model,
         launches=tuple(launches), files=files, lacks=tuple(dict.fromkeys(lacks)),
-        notes=tuple(_notes(deployment, shapes, inventory, spec)),
+        notes=(*_version_notes(inventory, version), *_notes(deployment, shapes, inventory, spec)),
     )  # fmt: skip
 
 
@@ -136,6 +136,16 @@ def _divisions(shape: Shape, spec: ModelSpec | None, engine: str) -> list[Lack]:
     return [
         Lack(path=f"{shape.path}.layout", value=one.rule, reason=one.message, nearest=one.suggestion)
         for one in problems(spec, tp=tp, expert_tp=shape.expert_tp)
+    ]
+
+
+def _version_notes(inventory: Inventory, asked: str | None) -> list[str]:
+    if asked is None or asked.removeprefix("v") == inventory.version:
+        return []
+    there = ", ".join(versions(inventory.engine))
+    return [
+        f"the flags of {asked} are not known; these lines are checked against {inventory.version} "
+        f"(known: {there})"
     ]
 
 

@@ -7,7 +7,7 @@ import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from urllib.error import URLError
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
@@ -25,6 +25,7 @@ from moesaic.units import format_bytes
 SERVER_PATH = "/v1/internal/experts"
 TIMEOUT_S = 10.0
 MAX_CSV_LAYERS = 10_000  # guess: fifty times the deepest model
+MAX_CSV_LINE = 2**20  # characters; guess: a thousand experts of a thousand digits
 MAX_CSV_CELLS = 2**22  # guess: different layers x experts that a file may name
 MAX_ROUTES_BYTES = 4 * 10**9  # guess: routes are held in memory, and their pairs counted
 _RANK_FILE = re.compile(r"(.+)_(\d+)\.pt")
@@ -163,7 +164,8 @@ def _from_csv(path: Path) -> Dump:
     """Rows `layer,expert,count` under a header that says so, or a table of a layer a row."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as stream:
-            rows = ((number, row) for number, row in enumerate(csv.reader(stream), 1) if row)
+            lines = _short_lines(path, stream)
+            rows = ((number, row) for number, row in enumerate(csv.reader(lines), 1) if row)
             first = next(rows, None)
             if first is None:
                 raise ConfigError(f"{path}: empty")
@@ -178,6 +180,19 @@ def _from_csv(path: Path) -> Dump:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read as CSV: {error}") from error
     return sum_steps(str(path), "CSV", table)
+
+
+def _short_lines(path: Path, stream: TextIO) -> Iterator[str]:
+    """The lines of a file, none of which is read whole if it is no row of counts.
+
+    Raises: ConfigError for a longer line.
+    """
+    while line := stream.readline(MAX_CSV_LINE):
+        if len(line) == MAX_CSV_LINE and not line.endswith("\n"):
+            raise ConfigError(
+                f"{path}: a line is longer than {MAX_CSV_LINE} characters; a row is a layer, or a count"
+            )
+        yield line
 
 
 def _long_csv(path: Path, header: list[str], rows: Iterator[tuple[int, list[str]]]) -> Dump:

@@ -91,6 +91,12 @@ def test_shares_are_refused_and_partial_writes_no_file(tmp_path):
     assert not (out / "serve.experts.json").exists()
 
 
+def test_a_release_that_nobody_read_is_named(wide):
+    shown = run(wide, "--for", "vllm", "--version", "9.9")
+    assert "# note: the flags of 9.9 are not known; these lines are checked against 0.33.0" in shown.output
+    assert "are not known" not in run(wide, "--for", "vllm", "--version", "v0.33.0").output
+
+
 def test_json_has_the_promised_keys(wide):
     found = json.loads(run(wide, "--for", "vllm", "--model", "m", "--json").output)
     assert set(found) == {

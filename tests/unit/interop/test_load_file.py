@@ -1,6 +1,7 @@
 """Every layout of expert counts, its traps, and what is refused."""
 
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -240,6 +241,14 @@ def test_csv_long_and_wide(put):
     assert long.sparse_layers == (1, 2)
     wide = read_dump(put("b.csv", "\n".join(",".join(map(str, row)) for row in COUNTS.tolist())))
     assert sparse(wide) == WANTED
+
+
+def test_a_csv_without_line_breaks_is_refused_before_memory_is(tmp_path):
+    endless = tmp_path / "a.csv"
+    endless.touch()
+    os.truncate(endless, 2**36)  # a hole: no bytes on the disk
+    with pytest.raises(ConfigError, match=r"a line is longer than 1048576 characters"):
+        read_dump(str(endless))
 
 
 def test_routes(tmp_path):
