@@ -196,8 +196,7 @@ def serve_plan(pricer: Pricer, rows: Rows, idx: int, demand: Demand, charged: in
     decode = decode_tree(pricer, rows, idx, demand)
     prefill = prefill_tree(pricer, rows, idx, demand, stages)
     step, first = step_seconds(decode), step_seconds(prefill)
-    waited = pricer.interference.prefill_in_decode
-    between = first.times(waited * float(rows.batch[idx]) / demand.osl / stages)
+    between = first.times(max(float(rows.tpot_s[idx] - step.value), 0.0) / float(first.value))
     tpot = step + between
     return Plan(
         pools=(pool,), tokens_per_s=float(rows.rate[idx]) * count * demand.osl, tpot=tpot,

@@ -15,6 +15,8 @@ from moesaic.units import format_bytes
 
 MAX_SECONDS = 1e9  # where no objective limits a step
 
+_Prompts = Callable[[np.ndarray, FloatArray], tuple[FloatArray, FloatArray]]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rows:
@@ -97,27 +99,37 @@ def serve_rows(pricer: Pricer, blocks: Sequence[Block], demand: Demand, refused:
     prefills of its neighbours take.
     """
     found = []
-    for block_idx, block in enumerate(blocks):
-        most, least_bytes = pricer.largest_batch(block, "serve", demand)
-        _refuse_memory(pricer, block, most, least_bytes, refused)
+    for block_idx, whole in enumerate(blocks):
+        every, least_bytes = pricer.largest_batch(whole, "serve", demand)
+        _refuse_memory(pricer, whole, every, least_bytes, refused)
+        part = np.flatnonzero(every >= whole.unit)
+        block, most = whole.take(part), every[part]
         first = np.asarray(pricer.prefill_interval(block, block.columns["pp"], demand).value)
-        waited = pricer.interference.prefill_in_decode
-        prefill_s = waited * first / block.columns["pp"]  # of one prompt, when all stages are busy
+        count = np.floor(pricer.cluster.num_devices / block.devices)
+
+        def prompts(
+            rows: np.ndarray, batch: FloatArray, block: Block = block, count: FloatArray = count,
+            first: FloatArray = first,
+        ) -> tuple[FloatArray, FloatArray]:
+            """Seconds of a request's own prompt, and of those of the others in flight on its replica."""
+            part = block.take(rows)
+            in_flight = _active(part, batch, demand, count[rows]) / part.columns["dp"]
+            busy = np.minimum(part.columns["pp"], np.maximum(in_flight, 1.0))  # stages with a prompt
+            own = pricer.interference.prefill_in_decode * first[rows] / busy
+            return own, own * np.maximum(in_flight - 1.0, 0.0)
 
         def tpot(
-            rows: np.ndarray, batch: FloatArray, block: Block = block, prefill_s: FloatArray = prefill_s
+            rows: np.ndarray, batch: FloatArray, block: Block = block, prompts: _Prompts = prompts
         ) -> FloatArray:
-            part = block.take(rows)
-            step = np.asarray(pricer.decode_interval(part, batch, demand).value)
-            return np.asarray(step + batch / demand.osl * prefill_s[rows])
+            step = np.asarray(pricer.decode_interval(block.take(rows), batch, demand).value)
+            return np.asarray(step + prompts(rows, batch)[1] / demand.osl)
 
-        count = np.floor(pricer.cluster.num_devices / block.devices)
         batch, tpot_s = _batches(block, most, tpot, demand, count, refused)
-        step_s = tpot_s - batch / demand.osl * prefill_s
-        ttft_s = pricer.first_token_s(first, step_s)
+        own_s, others_s = prompts(np.arange(len(block)), np.maximum(batch, block.unit))
+        ttft_s = pricer.first_token_s(first, tpot_s - others_s / demand.osl)
         keep = (batch > 0) & _keeps_ttft(block, ttft_s, batch > 0, demand, refused)
-        rate = _active(block, batch, demand, count) / (demand.osl * np.maximum(tpot_s, 1e-12))
-        found.append(_rows("serve", blocks, block_idx, keep, batch, count, rate, tpot_s, ttft_s))
+        rate = _active(block, batch, demand, count) / np.maximum(demand.osl * tpot_s + own_s, 1e-12)
+        found.append(_rows("serve", blocks, block_idx, part, keep, batch, count, rate, tpot_s, ttft_s))
     return _joined(found)
 
 
@@ -126,21 +138,21 @@ def decode_rows(
 ) -> Rows:
     """Instances that only decode. `counts` are the numbers of instances tried where concurrency is given."""
     found = []
-    for block_idx, block in enumerate(blocks):
-        most, least_bytes = pricer.largest_batch(block, "decode", demand)
-        _refuse_memory(pricer, block, most, least_bytes, refused)
+    for block_idx, whole in enumerate(blocks):
+        every, least_bytes = pricer.largest_batch(whole, "decode", demand)
+        _refuse_memory(pricer, whole, every, least_bytes, refused)
+        tried = np.array(counts if demand.concurrency is not None else [0], np.float64)
+        fits = tried[:, None] * whole.devices <= pricer.cluster.num_devices
+        which, part = np.nonzero(fits & (every >= whole.unit))
+        block, count = whole.take(part), tried[which]
 
         def tpot(rows: np.ndarray, batch: FloatArray, block: Block = block) -> FloatArray:
             return np.asarray(pricer.decode_interval(block.take(rows), batch, demand).value)
 
-        for wanted in counts if demand.concurrency is not None else (0,):
-            count = np.full(len(block), float(wanted))
-            fits = count * block.devices <= pricer.cluster.num_devices
-            batch, tpot_s = _batches(block, most * fits, tpot, demand, count, refused)
-            rate = _active(block, batch, demand, count) / (demand.osl * np.maximum(tpot_s, 1e-12))
-            found.append(
-                _rows("decode", blocks, block_idx, batch > 0, batch, count, rate, tpot_s, np.zeros_like(rate))
-            )
+        batch, tpot_s = _batches(block, every[part], tpot, demand, count, refused)
+        rate = _active(block, batch, demand, count) / (demand.osl * np.maximum(tpot_s, 1e-12))
+        none = np.zeros_like(rate)
+        found.append(_rows("decode", blocks, block_idx, part, batch > 0, batch, count, rate, tpot_s, none))
     return _joined(found)
 
 
@@ -174,7 +186,10 @@ def prefill_rows(
         keep = (batch > 0) & is_fast
         count = np.zeros(len(block))
         found.append(
-            _rows("prefill", blocks, block_idx, keep, batch, count, rate, np.zeros_like(rate), ttft_s)
+            _rows(
+                "prefill", blocks, block_idx, np.arange(len(block)), keep, batch, count, rate,
+                np.zeros_like(rate), ttft_s,
+            )  # fmt: skip
         )
     return _joined(found)
 
@@ -242,10 +257,12 @@ def _refuse_memory(
 
 
 def _rows(
-    role: PoolRole, blocks: Sequence[Block], block_idx: int, keep: np.ndarray, *arrays: FloatArray
-) -> Rows:
-    block, row = blocks[block_idx], np.flatnonzero(keep)
-    batch, count, rate, tpot_s, ttft_s = (array[row] for array in arrays)
+    role: PoolRole, blocks: Sequence[Block], block_idx: int, part: np.ndarray, keep: np.ndarray,
+    *arrays: FloatArray,
+) -> Rows:  # fmt: skip
+    """`part` are rows of the block, `keep` and the arrays go along with them."""
+    block, row = blocks[block_idx], part[keep]
+    batch, count, rate, tpot_s, ttft_s = (array[keep] for array in arrays)
     return Rows(
         role=role, blocks=blocks, block_idx=np.full(len(row), block_idx), row=row, devices=block.devices[row],
         ep=block.columns["ep"][row], stages=block.columns["pp"][row], batch=batch, count=count, rate=rate,

@@ -75,12 +75,13 @@ def scan(asked, split, is_serving):
         asked.model, asked.clusters[0], split,
         Work(num_seqs=batch, new_tokens=1, past=demand.isl + demand.osl / 2), **common,
     )  # fmt: skip
-    tpot = step_seconds(step).value
+    tpot, own = step_seconds(step).value, 0.0
     if is_serving:
         prompt = Work(num_seqs=float(split.pp), new_tokens=demand.isl, past=0)
         prefill = step_seconds(step_cost(asked.model, asked.clusters[0], split, prompt, **common)).value
-        tpot = tpot + batch / demand.osl * prefill / split.pp
-    tokens = np.where(tpot <= demand.tpot_s, batch * split.dp / tpot, 0.0)
+        own = prefill / split.pp / demand.osl
+        tpot = tpot + (batch - 1) * own  # a replica's prompts but one's own
+    tokens = np.where(tpot <= demand.tpot_s, batch * split.dp / (tpot + own), 0.0)
     return tokens.max()
 
 
@@ -238,3 +239,24 @@ def test_skew_costs_and_redundant_experts_cure_it():
 def test_impossible_layouts_are_refused_with_the_arithmetic(pins, message):
     with pytest.raises(ConfigError, match=message):
         search(question("deepseek-v3", "h200x8", pins=pins))
+
+
+@pytest.mark.parametrize(("model", "machine"), [("deepseek-v3", "h200x8"), ("qwen3-30b-a3b", "h100x4")])
+def test_a_request_alone_waits_for_no_other_prompt(model, machine):
+    asked = question(model, machine, isl=50_000, osl=100, concurrency=1, tpot_s=0.05)
+    best = search(asked).best
+    assert best.prefill_share == 0.0
+    assert float(best.tpot.value) == pytest.approx(float(step_seconds(best.decode).value), rel=1e-12)
+    # Its own prompt still takes its instance's time.
+    both_s = 100 * float(best.tpot.value) + float(step_seconds(best.prefill).value)
+    if best.decoder.role == "serve" and best.decoder.layout["pp"] == 1:
+        assert best.tokens_per_s == pytest.approx(100 / both_s, rel=1e-9)
+
+
+def test_n_requests_on_a_replica_wait_for_n_less_one_prompts():
+    pins = {"tp": 4, "dp": 1, "kvp": 1, "pp": 1, "ep": 1}
+    asked = question("qwen3-30b-a3b", "h100x4", pins=pins, isl=2000, osl=100, concurrency=5)
+    best = search(asked).best
+    prefill_s, step_s = (float(step_seconds(tree).value) for tree in (best.prefill, best.decode))
+    assert best.decoder.batch == 5
+    assert float(best.tpot.value) == pytest.approx(step_s + 4 * prefill_s / 100, rel=1e-9)
