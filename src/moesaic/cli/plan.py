@@ -137,7 +137,8 @@ def _show(
     Raises: Exit with code 3 when an objective was missed.
     """
     answer = search(question)
-    bands, advice = ep_bands(question), advice_on(question, answer.best.num_sequences, recorded is not None)
+    bands = ep_bands(question, answer)
+    advice = advice_on(question, answer.best.num_sequences, recorded is not None)
     if output is not None:
         write_text(output, deployment_of(answer.best, question.model, recorded).to_json())
     if report is not None:

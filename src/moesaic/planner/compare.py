@@ -1,14 +1,21 @@
-"""Ways to deploy beside each other: in one node, over nodes, prefill apart, attention and experts apart."""
+"""Deployments beside each other: the best, the best of every other kind, with expert parallelism and
+without."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
-from moesaic.planner.match import Choices
+from moesaic.cost.term import FloatArray
+from moesaic.planner.match import KIND, Choices
 from moesaic.planner.plan import Plan
+
+CLOSE = 0.02
+"""Plans this near to the best are equal; of them the one with fewest pipeline stages, then fewest expert
+ranks, is taken: it is the smaller unit to lose, to fill and to grow by."""
 
 Way = Literal["in one node", "over nodes", "prefill apart", "attention and experts apart"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -42,3 +49,57 @@ def way_of(plan: Plan) -> Way:
         return "prefill apart"
     pool = plan.decoder
     return "in one node" if pool.devices <= pool.cluster.devices_per_node else "over nodes"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Ranking:
+    """All choices in one row of numbers.
+
+    Shapes:  value and owner, inner (which row of which choices) are [n]; kind is [n, KIND].
+    """
+
+    choices: Sequence[Choices]
+    value: FloatArray
+    kind: FloatArray
+    owner: np.ndarray
+    inner: np.ndarray
+    best: int  # with the fewest expert ranks among equals
+
+    @staticmethod
+    def of(choices: Sequence[Choices]) -> Ranking:
+        """The choices with the best of them."""
+        value, prefill_ep, prefill_pp, kind = (
+            np.concatenate([getattr(one, name) for one in choices])
+            for name in ("value", "prefill_ep", "prefill_pp", "kind")
+        )
+        equal = np.flatnonzero(value >= value.max() * (1.0 - CLOSE))
+        ep, pp = (kind[equal, KIND.index(name)] for name in ("ep", "pp"))
+        order = np.lexsort((-value[equal], prefill_ep[equal], prefill_pp[equal], ep, pp))  # the last decides
+        return Ranking(
+            choices=choices, value=value, kind=kind, best=int(equal[order[0]]),
+            owner=np.concatenate([np.full(len(one.value), idx) for idx, one in enumerate(choices)]),
+            inner=np.concatenate([np.arange(len(one.value)) for one in choices]),
+        )  # fmt: skip
+
+    def plan(self, idx: int) -> Plan:
+        """One of them, in full."""
+        return self.choices[self.owner[idx]].make(int(self.inner[idx]))
+
+    @property
+    def runner_up(self) -> int | None:
+        """The best of another kind."""
+        is_other = (self.owner != self.owner[self.best]) | np.any(self.kind != self.kind[self.best], axis=1)
+        return self._most(is_other)
+
+    @property
+    def use_ep(self) -> bool:
+        """Whether the best spreads experts over ranks of what decodes."""
+        return bool(self.kind[self.best, KIND.index("ep")] > 1)
+
+    @property
+    def other_way(self) -> int | None:
+        """The best without expert parallelism if the best has it, and with it if not."""
+        return self._most((self.kind[:, KIND.index("ep")] > 1) != self.use_ep)
+
+    def _most(self, chosen: np.ndarray) -> int | None:
+        return int(np.argmax(np.where(chosen, self.value, -np.inf))) if chosen.any() else None

@@ -1,26 +1,29 @@
-"""Expert parallelism or not: which is faster at every concurrency, where they cross, and why."""
+"""Expert parallelism or not: which is better at every concurrency, where they cross, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-import numpy as np
-
-from moesaic.cost.term import Cost, at, pick
+from moesaic.planner.compare import CLOSE, Ranking
 from moesaic.planner.demand import Demand
-from moesaic.planner.plan import critical
+from moesaic.planner.plan import Plan
 from moesaic.planner.pools import Refused, Rows, layout_name, serve_rows
 from moesaic.planner.price import Pricer
-from moesaic.planner.space import Block, Knob
+from moesaic.planner.space import Block
+
+GROWTH = 4  # concurrency is first tried at powers of this
+HALVINGS = 3  # where the verdict changes between two of them, their distance is halved this often
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
     """A range of concurrency with one verdict.
 
-    Units:  concurrency is requests in flight over all devices. gain is how much faster the way taken is than
-            the other in the middle of the band, where the reason holds; None when the other does not fit.
+    Units:  concurrency is requests in flight over all devices. gain is how much more the way taken is worth
+            by the objective than the other, where the reason holds: at the answer's concurrency if that is
+            in the band, else in its middle; None when the other cannot serve what is asked.
     """
 
     concurrency_from: int
@@ -31,136 +34,174 @@ class Band:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Point:
+class Verdict:
+    """Which way is taken at one concurrency. `plans` are the best and the best of the other way."""
+
     concurrency: int
-    best: Mapping[bool, tuple[float, int] | None]  # with EP or without: (tokens per second, row)
-    rows: Rows
+    demand: Demand
+    use_ep: bool
+    is_answer: bool
+    plans: Callable[[], tuple[Plan, Plan | None]]
 
-    @property
-    def use_ep(self) -> bool:
-        without, with_ep = self.best[False], self.best[True]
-        return without is None or (with_ep is not None and with_ep[0] > without[0])
+    @staticmethod
+    def of_answer(best: Plan, other: Plan | None, demand: Demand) -> Verdict:
+        """The answer's own, at the concurrency asked for or, without one, that of its best plan."""
+        return Verdict(
+            concurrency=demand.concurrency or best.num_sequences, demand=demand, use_ep=best.use_ep,
+            is_answer=True, plans=lambda: (best, other),
+        )  # fmt: skip
+
+    @staticmethod
+    def of_ranking(ranking: Ranking, demand: Demand, concurrency: int) -> Verdict:
+        """That of all deployments at one concurrency, which `demand` asks for."""
+
+        def plans() -> tuple[Plan, Plan | None]:
+            other = ranking.other_way
+            return ranking.plan(ranking.best), None if other is None else ranking.plan(other)
+
+        return Verdict(
+            concurrency=concurrency, demand=demand, use_ep=ranking.use_ep, is_answer=False, plans=plans
+        )
 
 
-def bands(pricer: Pricer, blocks: Sequence[Block], demand: Demand) -> tuple[Band, ...]:
-    """The verdict for every concurrency from 1 to the most that fits, by instances that serve both phases.
+def bands(ranked: Callable[[int], Ranking | None], answer: Verdict) -> tuple[Band, ...]:
+    """The verdict for every concurrency from 1 to the most that is served.
 
-    Priced at powers of two, and by bisection where the verdict changes. Empty for a dense model.
+    `ranked(concurrency)` ranks all deployments; None when nothing serves so many. The answer's verdict is one
+    of the points.
     """
-    if not pricer.model.moe_layers:
-        return ()
-    points: list[_Point] = []
+
+    def point(concurrency: int) -> Verdict | None:
+        if concurrency == answer.concurrency:
+            return answer
+        ranking = ranked(concurrency)
+        asked = replace(answer.demand, concurrency=concurrency)
+        return None if ranking is None else Verdict.of_ranking(ranking, asked, concurrency)
+
+    found: dict[int, Verdict] = {answer.concurrency: answer}
     concurrency = 1
-    while (point := _point(pricer, blocks, demand, concurrency)) is not None:
-        if points and points[-1].use_ep != point.use_ep:
-            points += _crossing(pricer, blocks, demand, points[-1], point)
-        points.append(point)
-        concurrency *= 2
+    while (tried := point(concurrency)) is not None or concurrency < answer.concurrency:
+        if tried is not None:
+            found[concurrency] = tried
+        concurrency *= GROWTH
+    points = [found[one] for one in sorted(found)]
+    for below, above in list(pairwise(points)):
+        if below.use_ep != above.use_ep:
+            points += _crossing(point, below, above)
+    return _joined(sorted(points, key=lambda one: one.concurrency))
+
+
+def _crossing(point: Callable[[int], Verdict | None], below: Verdict, above: Verdict) -> list[Verdict]:
+    """Points between two of different verdicts, the last two of them near where it changes."""
+    found: list[Verdict] = []
+    for _ in range(HALVINGS):
+        middle = (below.concurrency + above.concurrency) // 2
+        tried = point(middle) if middle != below.concurrency else None
+        if tried is None:
+            break
+        found.append(tried)
+        below, above = (tried, above) if tried.use_ep == below.use_ep else (below, tried)
+    return found
+
+
+def _joined(points: Sequence[Verdict]) -> tuple[Band, ...]:
+    runs: list[list[Verdict]] = []
+    for one in points:
+        if runs and runs[-1][0].use_ep == one.use_ep:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
     found: list[Band] = []
-    for first, last in _runs(points):
-        gain, reason = _why(pricer, demand, points[(first + last) // 2])
-        start = 1 if not found else found[-1].concurrency_to + 1
+    for run in runs:
+        shown = next((one for one in run if one.is_answer), run[len(run) // 2])
+        gain, reason = _why(shown)
         found.append(
             Band(
-                concurrency_from=start,
-                concurrency_to=points[last].concurrency,
-                use_ep=points[first].use_ep,
-                gain=gain,
-                reason=reason,
+                concurrency_from=found[-1].concurrency_to + 1 if found else 1,
+                concurrency_to=run[-1].concurrency, use_ep=run[0].use_ep, gain=gain, reason=reason,
             )
-        )
+        )  # fmt: skip
     return tuple(found)
 
 
 def rows_by_concurrency(pricer: Pricer, blocks: Sequence[Block], demand: Demand) -> Iterator[Rows]:
-    """All that serves at 1, 2, 4, ... requests in flight, as long as something fits."""
+    """All that serves both phases at 1, 2, 4, ... requests in flight, as long as something fits."""
     concurrency = 1
-    while (point := _point(pricer, blocks, demand, concurrency)) is not None:
-        yield point.rows
+    while True:
+        asked = replace(demand, concurrency=concurrency, tpot_s=None, ttft_s=None, objective="per-gpu")
+        rows = serve_rows(pricer, blocks, asked, Refused({}))
+        if not len(rows):
+            return
+        yield rows
         concurrency *= 2
 
 
-def _crossing(
-    pricer: Pricer, blocks: Sequence[Block], demand: Demand, below: _Point, above: _Point
-) -> list[_Point]:
-    """The last point of one verdict and the first of the next, up to an eighth of their distance."""
-    last, first = below, above
-    for _ in range(3):
-        middle = (last.concurrency + first.concurrency) // 2
-        if middle in (last.concurrency, first.concurrency):
-            break
-        point = _point(pricer, blocks, demand, middle)
-        if point is None:
-            break
-        last, first = (point, first) if point.use_ep == below.use_ep else (last, point)
-    return [point for point in (last, first) if point is not below and point is not above]
+def _why(verdict: Verdict) -> tuple[float | None, str]:
+    """(gain, reason) of a verdict: what argues for the plan taken, and the largest part that does not."""
+    where = f"at {verdict.concurrency} requests"
+    taken, other = verdict.plans()
+    if other is None:
+        way = "without" if verdict.use_ep else "with"
+        return None, f"{where} no layout {way} expert parallelism serves what is asked"
+    ratio = taken.value / other.value
+    text = f"{where} {_name(taken)} over {_name(other)}: "
+    if ratio <= 1.0 + 1e-9:
+        less = f"{1.0 - ratio:.1%} less" if ratio < 1.0 - 1e-9 else "as much"
+        return 0.0, f"{text}{less}, and what is within {CLOSE:.0%} is equal: the smaller unit is taken"
+    return ratio - 1.0, text + _argument(taken, other, verdict.demand)
 
 
-def _runs(points: Sequence[_Point]) -> list[tuple[int, int]]:
-    runs: list[tuple[int, int]] = []
-    for idx, point in enumerate(points):
-        if runs and points[runs[-1][0]].use_ep == point.use_ep:
-            runs[-1] = runs[-1][0], idx
-        else:
-            runs.append((idx, idx))
-    return runs
+def _argument(taken: Plan, other: Plan, demand: Demand) -> str:
+    """The largest of the factors by which a plan is worth more: time, sequences, devices, prefill."""
+    speed = float(other.tpot.value) / float(taken.tpot.value)
+    ttft_s = [float(one.ttft.value) for one in (taken, other)]
+    if demand.objective == "latency":
+        saved_s = demand.osl * (float(other.tpot.value) - float(taken.tpot.value))
+        if saved_s >= ttft_s[1] - ttft_s[0]:
+            return _terms(taken, other)
+        return f"TTFT {ttft_s[0] * 1e3:.3g} instead of {ttft_s[1] * 1e3:.3g} ms"
+    flights = [demand.concurrency or one.num_sequences for one in (taken, other)]
+    devices = [sum(count for _, count in one.charged) for one in (taken, other)]
+    costs = [one.tokens_per_s / one.value for one in (taken, other)]
+    rates = [
+        one.tokens_per_s * float(one.tpot.value) / held
+        for one, held in zip((taken, other), flights, strict=True)
+    ]
+    factors = {
+        "speed": speed, "flights": flights[0] / flights[1], "cost": costs[1] / costs[0],
+        "prefill": rates[0] / rates[1],
+    }  # fmt: skip
+    best = max(factors, key=lambda name: factors[name])
+    if best == "speed":
+        return _terms(taken, other)
+    return {
+        "flights": f"{flights[0]} requests in flight instead of {flights[1]} within memory and objectives",
+        "cost": f"less to pay for: {devices[0]} devices instead of {devices[1]}",
+        "prefill": f"decoding waits for prompts less: {rates[0]:.0%} of its pace instead of {rates[1]:.0%}",
+    }[best]
 
 
-def _point(pricer: Pricer, blocks: Sequence[Block], demand: Demand, concurrency: int) -> _Point | None:
-    asked = replace(demand, concurrency=concurrency, tpot_s=None, ttft_s=None, objective="per-gpu")
-    rows = serve_rows(pricer, blocks, asked, Refused({}))
-    if not len(rows):
-        return None
-    tokens = rows.rate * rows.count * demand.osl
-    best: dict[bool, tuple[float, int] | None] = {}
-    for use_ep in (False, True):
-        value = np.where((rows.ep > 1) == use_ep, tokens, -1.0)
-        idx = int(np.argmax(value))
-        best[use_ep] = (float(value[idx]), idx) if value[idx] > 0 else None
-    return _Point(concurrency=concurrency, best=best, rows=rows)
-
-
-def _why(pricer: Pricer, demand: Demand, point: _Point) -> tuple[float | None, str]:
-    """(gain, reason) of a verdict, from the terms of the best with EP and the best without."""
-    use_ep, where = point.use_ep, f"at {point.concurrency} requests"
-    taken, other = point.best[use_ep], point.best[not use_ep]
-    if taken is None or other is None:
-        way = "without" if use_ep else "with"
-        return None, f"{where} no layout {way} expert parallelism fits"
-    name = layout_name(_layout(point.rows, taken[1]))
-    mine, theirs = (_seconds(_tree(pricer, demand, point.rows, one[1])) for one in (taken, other))
-    saved = {term: theirs.get(term, 0.0) - mine.get(term, 0.0) for term in (*mine, *theirs)}
+def _terms(taken: Plan, other: Plan) -> str:
+    """Where a shorter time per token comes from."""
+    mine, theirs = _seconds(taken), _seconds(other)
+    saved = {term: theirs.get(term, 0.0) - mine.get(term, 0.0) for term in (*theirs, *mine)}
     most = max(saved, key=lambda term: saved[term])
     lost = min(saved, key=lambda term: saved[term])
-    beaten = layout_name(_layout(point.rows, other[1]))
-    text = f"{where} {name} over {beaten}: {_shown(most)} {saved[most] * 1e3:.3g} ms shorter"
-    if saved[lost] < 0:
-        text += f", {_shown(lost)} {-saved[lost] * 1e3:.3g} ms longer"
-    return taken[0] / other[0] - 1.0, text
+    text = f"TPOT {float(taken.tpot.value) * 1e3:.3g} instead of {float(other.tpot.value) * 1e3:.3g} ms, "
+    text += f"{_shown(most)} {saved[most] * 1e3:.3g} ms shorter"
+    return text + (f", {_shown(lost)} {-saved[lost] * 1e3:.3g} ms longer" if saved[lost] < 0 else "")
 
 
-def _layout(rows: Rows, idx: int) -> Mapping[Knob, int]:
-    block: Block = rows.blocks[rows.block_idx[idx]]
-    return block.row(int(rows.row[idx]))
+def _name(plan: Plan) -> str:
+    sides = " + ".join(layout_name(pool.layout) for pool in plan.pools if pool.role != "prefill")
+    return sides + (" beside prefill" if plan.pools[0].role == "prefill" else "")
 
 
-def _tree(pricer: Pricer, demand: Demand, rows: Rows, idx: int) -> tuple[Cost, Cost, float]:
-    block = rows.blocks[rows.block_idx[idx]].take(np.array([rows.row[idx]]))
-    stages = block.columns["pp"]
-    decode = pricer.cost(block, rows.batch[idx : idx + 1], 1.0, demand.mean_context)
-    new = demand.new_tokens
-    prefill = pricer.cost(block, stages, float(new), float(demand.isl - new))
-    waited = pricer.interference.prefill_in_decode
-    between = waited * float(rows.batch[idx]) / demand.osl / pick(stages, 0)
-    return at(decode, 0), at(prefill, 0), between
-
-
-def _seconds(trees: tuple[Cost, Cost, float]) -> dict[str, float]:
-    """Seconds of a token's time by term of the decode step, and prefills of neighbours as one."""
-    decode, prefill, between = trees
-    found: dict[str, float] = {"prefill": between * sum(seconds for seconds, _ in critical(prefill))}
-    for seconds, term in critical(decode):
-        found[term.name] = found.get(term.name, 0.0) + seconds
+def _seconds(plan: Plan) -> dict[str, float]:
+    """Seconds of a token's time by term."""
+    found: dict[str, float] = {}
+    for name, _, seconds in plan.breakdown():
+        found[name] = found.get(name, 0.0) + seconds
     return found
 
 

@@ -72,6 +72,11 @@ class Demand:
         )  # fmt: skip
 
     @property
+    def traffic(self) -> tuple[int, int, float]:
+        """What requests look like, whatever is asked of their times and number."""
+        return self.isl, self.osl, self.prefix_hit
+
+    @property
     def new_tokens(self) -> int:
         """Tokens of a prompt that are computed."""
         return max(1, round(self.isl * (1.0 - self.prefix_hit)))

@@ -101,13 +101,16 @@ def grids(
         or pins.get("num_offloaded")
     ):
         return None
-    rows = _rows(limits, pricers, pins)
+    rows, most, miss = pricers[0].once(
+        ("grids", str(pricers[1].cluster), choice, demand.traffic),
+        lambda: _fitting(limits, pricers, choice, demand, pins),
+    )
+    if miss is not None:
+        refused.count("memory", miss)
     if not len(rows):
         return None
     columns = {name: rows[:, idx] for idx, name in enumerate(COLUMNS)}
-    everything = TwoSides(**columns)
     many = columns["num_micro_batches"]
-    most = _largest_batch(pricers, everything, choice, demand, refused)
     pricers[0].counted[0] += len(rows)
     totals = [float(pricer.cluster.num_devices) for pricer in pricers]
     sides = columns["num_attention"] * columns["tp"], columns["ep"] * columns["expert_tp"]
@@ -144,6 +147,21 @@ def grids(
         batch=batch[keep], count=count[keep], rate=(active / (demand.osl * np.maximum(seconds, 1e-12)))[keep],
         tpot_s=seconds[keep],
     )  # fmt: skip
+
+
+def _fitting(
+    limits: Limits, pricers: tuple[Pricer, Pricer], choice: FormatChoice, demand: Demand,
+    pins: Mapping[Knob, int],
+) -> tuple[FloatArray, FloatArray, NearMiss | None]:  # fmt: skip
+    """Rows of COLUMNS that fit the memory of both sides, the most sequences of each, and what does not
+    fit."""
+    rows = _rows(limits, pricers, pins)
+    if not len(rows):
+        return rows, np.zeros(0), None
+    grid = TwoSides(**{name: rows[:, idx] for idx, name in enumerate(COLUMNS)})
+    most, miss = _largest_batch(pricers, grid, choice, demand)
+    fits = most > 0
+    return rows[fits], most[fits], miss
 
 
 def _rows(limits: Limits, pricers: tuple[Pricer, Pricer], pins: Mapping[Knob, int]) -> FloatArray:
@@ -186,9 +204,10 @@ def _step(
 
 
 def _largest_batch(
-    pricers: tuple[Pricer, Pricer], grid: TwoSides, choice: FormatChoice, demand: Demand, refused: Refused
-) -> FloatArray:
-    """Most sequences of an attention replica by the memory of both sides, in whole micro-batches."""
+    pricers: tuple[Pricer, Pricer], grid: TwoSides, choice: FormatChoice, demand: Demand
+) -> tuple[FloatArray, NearMiss | None]:
+    """Most sequences of an attention replica by the memory of both sides, in whole micro-batches; what has no
+    room for one."""
     many = np.asarray(grid.num_micro_batches, np.float64)
     one, two = (
         two_sided_memory(
@@ -206,12 +225,11 @@ def _largest_batch(
         fuller = first / pricer.usable_bytes > worst
         used, where = np.where(fuller, first, used), np.where(fuller, side, where)
         worst = np.maximum(worst, first / pricer.usable_bytes)
-    wrong = worst > 1.0
+    wrong, miss = worst > 1.0, None
     if wrong.any():
         idx = int(np.argmin(np.where(wrong, worst, np.inf)))
         side = int(where[idx])
         size, usable = (format_bytes(one) for one in (float(used[idx]), pricers[side].usable_bytes))
         nearest = f"{('attention', 'experts')[side]} apart: {size} a device of {usable} usable"
         miss = NearMiss(count=int(wrong.sum()), nearest=nearest, distance=float(worst[idx]))
-        refused.count("memory", miss)
-    return np.asarray(np.minimum(units, np.floor(MAX_BATCH / many)) * many)
+    return np.asarray(np.minimum(units, np.floor(MAX_BATCH / many)) * many), miss

@@ -109,6 +109,11 @@ class Plan:
         """Requests in decoding at the same time, over all devices."""
         return self.decoder.batch * self.decoder.layout["dp"] * self.decoder.count
 
+    @property
+    def use_ep(self) -> bool:
+        """Whether the experts that decode are spread over ranks."""
+        return any(pool.layout["ep"] > 1 for pool in self.pools if pool.role != "prefill")
+
     def breakdown(self) -> list[tuple[str, str, float]]:
         """(term, what it waits for, seconds) of one token's time, the longest first; hidden work is left
         out."""

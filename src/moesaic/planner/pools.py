@@ -100,15 +100,23 @@ def serve_rows(pricer: Pricer, blocks: Sequence[Block], demand: Demand, refused:
     """
     found = []
     for block_idx, whole in enumerate(blocks):
-        every, least_bytes = pricer.largest_batch(whole, "serve", demand)
-        _refuse_memory(pricer, whole, every, least_bytes, refused)
-        part = np.flatnonzero(every >= whole.unit)
-        block, most = whole.take(part), every[part]
-        first = np.asarray(pricer.prefill_interval(block, block.columns["pp"], demand).value)
+        most, least_bytes = _most(pricer, whole, "serve", demand)
+        _refuse_memory(pricer, whole, most, least_bytes, refused)
+        part = np.flatnonzero(most >= whole.unit)
+        block, most = whole.take(part), most[part]
+        first = pricer.once(
+            ("first", whole, demand.traffic),
+            lambda block=block: np.asarray(
+                pricer.prefill_interval(block, block.columns["pp"], demand).value
+            ),
+        )  # fmt: skip
         count = np.floor(pricer.cluster.num_devices / block.devices)
 
         def prompts(
-            rows: np.ndarray, batch: FloatArray, block: Block = block, count: FloatArray = count,
+            rows: np.ndarray,
+            batch: FloatArray,
+            block: Block = block,
+            count: FloatArray = count,
             first: FloatArray = first,
         ) -> tuple[FloatArray, FloatArray]:
             """Seconds of a request's own prompt, and of those of the others in flight on its replica."""
@@ -139,7 +147,7 @@ def decode_rows(
     """Instances that only decode. `counts` are the numbers of instances tried where concurrency is given."""
     found = []
     for block_idx, whole in enumerate(blocks):
-        every, least_bytes = pricer.largest_batch(whole, "decode", demand)
+        every, least_bytes = _most(pricer, whole, "decode", demand)
         _refuse_memory(pricer, whole, every, least_bytes, refused)
         tried = np.array(counts if demand.concurrency is not None else [0], np.float64)
         fits = tried[:, None] * whole.devices <= pricer.cluster.num_devices
@@ -183,15 +191,14 @@ def prefill_rows(
             batch, rate = np.where(better, prompts, batch), np.where(better, faster, rate)
             ttft_s = np.where(better, step_s + hand_over, ttft_s)
             many *= 2
-        keep = (batch > 0) & is_fast
-        count = np.zeros(len(block))
-        found.append(
-            _rows(
-                "prefill", blocks, block_idx, np.arange(len(block)), keep, batch, count, rate,
-                np.zeros_like(rate), ttft_s,
-            )  # fmt: skip
-        )
+        keep, every = (batch > 0) & is_fast, np.arange(len(block))
+        count = none = np.zeros(len(block))
+        found.append(_rows("prefill", blocks, block_idx, every, keep, batch, count, rate, none, ttft_s))
     return _joined(found)
+
+
+def _most(pricer: Pricer, block: Block, role: PoolRole, demand: Demand) -> tuple[FloatArray, FloatArray]:
+    return pricer.once((role, block, demand.traffic), lambda: pricer.largest_batch(block, role, demand))
 
 
 def _batches(

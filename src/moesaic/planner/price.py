@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import ModelSpec
 
 PoolRole = Literal["serve", "prefill", "decode"]
+
+_T = TypeVar("_T")
 
 MAX_BATCH = 4096  # guess: sequences of one attention replica; engines schedule no more at a time
 CHUNK_TOKENS = 8192  # guess: tokens of prompts that a serving step takes beside its sequences
@@ -47,6 +49,14 @@ class Pricer:
     ttft_bounds: tuple[float, float] = (1.0, 1.0)
     launched_s: float = 0.0  # launches of a step, which no layout changes
     counted: list[int] = field(default_factory=lambda: [0])  # candidates priced so far
+    kept: dict[Hashable, Any] = field(default_factory=dict)  # what questions that differ in objectives share
+
+    def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What `make` returned for this key the first time."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        found: _T = self.kept[key]
+        return found
 
     def cost(self, block: Block, num_seqs: FloatArray, new_tokens: float, past: float) -> Cost:
         """The step of every layout of a block, as a tree over arrays."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -13,12 +13,11 @@ import numpy as np
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.term import FloatArray
 from moesaic.errors import CapacityError
-from moesaic.planner.compare import Way, best_of_each
-from moesaic.planner.concurrency import Band, bands, rows_by_concurrency
+from moesaic.planner.compare import Ranking, Way, best_of_each
+from moesaic.planner.concurrency import Band, Verdict, bands, rows_by_concurrency
 from moesaic.planner.demand import Demand, unit_cost
 from moesaic.planner.disaggregate import grids
 from moesaic.planner.match import (
-    KIND,
     Choices,
     Decoders,
     first_of_each,
@@ -44,10 +43,6 @@ from moesaic.planner.space import (
 )
 from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import ModelSpec
-
-CLOSE = 0.02
-"""Plans this near to the best are equal; of them the one with fewest pipeline stages, then fewest expert
-ranks, is taken: it is the smaller unit to lose, to fill and to grow by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +72,8 @@ class Answer:
 
     best: Plan
     runner_up: Plan | None
+    other_way: Plan | None  # the best without expert parallelism if `best` has it, with it if not
+    demand: Demand  # what `best` meets: all that was asked, less what was missed
     ruled_out: Mapping[str, NearMiss]
     num_candidates: int
     search_s: float
@@ -111,20 +108,37 @@ def search(question: Question) -> Answer:
         choices = choices or _beyond_devices(pricers, question, demand)
     if not choices:
         raise CapacityError(_nothing_fits(question, refused))
-    best, runner_up = pick(choices)
+    ranking = Ranking.of(choices)
+    second, other = ranking.runner_up, ranking.other_way
     return Answer(
-        best=best, runner_up=runner_up, ruled_out=refused.misses,
+        best=ranking.plan(ranking.best), runner_up=None if second is None else ranking.plan(second),
+        other_way=None if other is None else ranking.plan(other), demand=demand, ruled_out=refused.misses,
         num_candidates=sum(pricer.counted[0] for pricer in pricers), search_s=time.perf_counter() - start,
         missed=missed, ways=best_of_each(choices),
     )  # fmt: skip
 
 
-def ep_bands(question: Question) -> tuple[Band, ...]:
-    """Expert parallelism or not by concurrency, on the first of the clusters."""
-    cluster = question.clusters[0]
-    pricer = question.pricer(cluster)
-    space, _ = blocks(question.model, cluster, question.choices, {})
-    return bands(pricer, space, question.demand)
+def ep_bands(question: Question, answer: Answer) -> tuple[Band, ...]:
+    """Expert parallelism or not by concurrency, by the best of all deployments that the answer was chosen of.
+
+    Empty for a dense model.
+    """
+    if not question.model.moe_layers:
+        return ()
+    pricers = [question.pricer(cluster) for cluster in question.clusters]
+    spaces = [blocks(question.model, one, question.choices, question.pins)[0] for one in question.clusters]
+    is_offloaded = answer.best.decoder.layout["num_offloaded"] > 0
+    prefills: dict[int, Rows] = {}
+
+    def ranked(concurrency: int) -> Ranking | None:
+        demand = replace(answer.demand, concurrency=concurrency)
+        if is_offloaded:
+            choices = _beyond_devices(pricers, question, demand)
+        else:
+            choices = collect(pricers, spaces, question, demand, Refused({}), prefills)
+        return Ranking.of(choices) if choices else None
+
+    return bands(ranked, Verdict.of_answer(answer.best, answer.other_way, answer.demand))
 
 
 def frontier_points(question: Question) -> dict[str, tuple[FloatArray, FloatArray]]:
@@ -153,16 +167,17 @@ def collect(
     question: Question,
     demand: Demand,
     refused: Refused,
+    prefills: dict[int, Rows] | None = None,
 ) -> list[Choices]:
     """Every deployment that holds the objectives.
 
     Servers of both phases; prefill beside decode; prefill beside attention and experts on devices of their
-    own.
+    own. `prefills` keeps the prefill of every cluster for questions that differ in concurrency alone.
     """
     is_one, is_far = len(pricers) == 1, _is_far(pricers)
     can_part = _can_part(pricers, is_far)
     found: list[Choices] = []
-    prefills: list[Rows] = []
+    prefills = {} if prefills is None else prefills
     decoders: list[Decoders] = []
     for idx, (pricer, space) in enumerate(zip(pricers, spaces, strict=True)):
         if space:
@@ -171,9 +186,9 @@ def collect(
             for rows in (served.take(is_inside), served.take(~is_inside)):
                 found.append(_serve_choices(pricer, rows, demand, is_one))
         if not space or not can_part:
-            prefills.append(_none(space))
             continue
-        prefills.append(_best_of_size(prefill_rows(pricer, space, demand, refused, is_far), demand))
+        if idx not in prefills:
+            prefills[idx] = _best_of_size(prefill_rows(pricer, space, demand, refused, is_far), demand)
         counts = spaced(pricer.cluster.num_devices)
         rows = _best_of_size(decode_rows(pricer, space, demand, refused, counts), demand)
         decoders.append(of_rows(pricer, rows, idx, len(pricers)))
@@ -182,7 +197,7 @@ def collect(
         two_sided = grids((pricers[one], pricers[other]), choice, demand, question.pins, refused)
         if two_sided is not None and len(two_sided.batch):
             decoders.append(of_grids(two_sided, (one, other), len(pricers), demand))
-    for idx, prefill in enumerate(prefills):
+    for idx, prefill in prefills.items():
         for decoder in decoders:
             if len(prefill) and len(decoder.rate):
                 found.append(match(pricers, idx, prefill, decoder, demand))
@@ -216,27 +231,6 @@ def _can_part(pricers: Sequence[Pricer], is_far: bool) -> bool:
     return all(any(name in pricer.cluster.machine.facts for name in wanted) for pricer in pricers)
 
 
-def pick(choices: Sequence[Choices]) -> tuple[Plan, Plan | None]:
-    """The best, with the fewest expert ranks among equals, and the best of another kind."""
-    value, prefill_ep, prefill_pp, kind = (
-        np.concatenate([getattr(one, name) for one in choices])
-        for name in ("value", "prefill_ep", "prefill_pp", "kind")
-    )
-    owner = np.concatenate([np.full(len(one.value), idx) for idx, one in enumerate(choices)])
-    inner = np.concatenate([np.arange(len(one.value)) for one in choices])
-    equal = np.flatnonzero(value >= value.max() * (1.0 - CLOSE))
-    ep, pp = (kind[equal, KIND.index(name)] for name in ("ep", "pp"))
-    best = int(
-        equal[np.lexsort((-value[equal], prefill_ep[equal], prefill_pp[equal], ep, pp))[0]]
-    )  # the last key decides first
-    differs = (owner != owner[best]) | np.any(kind != kind[best], axis=1)
-    second = int(np.argmax(np.where(differs, value, -np.inf)))
-    return (
-        choices[owner[best]].make(int(inner[best])),
-        choices[owner[second]].make(int(inner[second])) if differs.any() else None,
-    )
-
-
 def _relaxations(demand: Demand) -> list[tuple[str, ...]]:
     """Sets of objectives to drop when all together cannot be met: one alone, then all."""
     asked = tuple(name for name in ("ttft_s", "concurrency", "tpot_s") if getattr(demand, name) is not None)
@@ -262,16 +256,6 @@ def _best_of_size(rows: Rows, demand: Demand) -> Rows:
     is_latency = demand.objective == "latency"
     merit = -(rows.ttft_s + demand.osl * rows.tpot_s) if is_latency else rows.rate
     return rows.take(first_of_each(np.stack([rows.devices, rows.ep, rows.stages, rows.count]), merit))
-
-
-def _none(space: Sequence[Block]) -> Rows:
-    empty = np.zeros(0)
-    ids = np.zeros(0, dtype=np.int64)
-    return Rows(
-        role="prefill", blocks=space, block_idx=ids, row=ids, devices=empty, ep=empty, stages=empty,
-        batch=empty,
-        count=empty, rate=empty, tpot_s=empty, ttft_s=empty,
-    )  # fmt: skip
 
 
 def _nothing_fits(question: Question, refused: Refused) -> str:

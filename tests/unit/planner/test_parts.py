@@ -14,7 +14,6 @@ from moesaic.cost.term import step_seconds
 from moesaic.cost.two_sided import Sides, TwoSides, two_sided_memory, two_sided_step
 from moesaic.errors import ConfigError
 from moesaic.interop.load_file import read_dump
-from moesaic.planner.concurrency import bands
 from moesaic.planner.demand import Demand, unit_cost
 from moesaic.planner.deployment import deployment_of
 from moesaic.planner.disaggregate import MICRO_BATCHES, grids
@@ -23,7 +22,7 @@ from moesaic.planner.pools import Refused
 from moesaic.planner.price import pricer_of
 from moesaic.planner.question import clusters_of, format_choices, price_unit, undeclared_format
 from moesaic.planner.report import pareto
-from moesaic.planner.search import Question, search
+from moesaic.planner.search import Question, ep_bands, search
 from moesaic.planner.sensitivity import load_per_rank
 from moesaic.planner.space import blocks, instance_sizes, parse_pins, redundancies
 from moesaic.spec.deployment import from_json
@@ -91,24 +90,58 @@ def test_two_sided_search_equals_brute_force():
     assert set(found.columns["num_micro_batches"]) <= set(map(float, MICRO_BATCHES))
 
 
-def test_bands_cover_every_concurrency_once_and_say_why():
-    asked = question("qwen3-30b-a3b", "h100x8", isl=512, osl=256)
-    space, _ = blocks(asked.model, asked.clusters[0], asked.choices, {})
-    found = bands(asked.pricer(asked.clusters[0]), space, asked.demand)
+@pytest.mark.parametrize(
+    ("name", "machines", "asked"),
+    [
+        ("qwen3-30b-a3b", ["h100x4"], {"isl": 512, "osl": 256}),
+        ("gpt-oss-120b", ["mi300xx4"], {"isl": 1024, "concurrency": 256, "ttft_s": 0.5}),
+        ("mixtral-8x7b", ["h20x2", "l40sx4"], {"isl": 512, "osl": 128, "objective": "per-price"}),
+        ("deepseek-v3", ["h200x8x4"], {"tpot_s": 0.05, "concurrency": 256}),
+        ("deepseek-v3", ["h200x8"], {"objective": "latency"}),
+        ("qwen3-30b-a3b", ["rtx4090"], {"concurrency": 2}),
+        ("qwen3-30b-a3b", ["h100x2"], {"tpot_s": 1e-5}),
+    ],
+)
+def test_bands_cover_every_concurrency_once_and_agree_with_the_answer(name, machines, asked):
+    whole = question(name, *machines, **asked)
+    answer = search(whole)
+    found = ep_bands(whole, answer)
     assert found[0].concurrency_from == 1
     for band, following in itertools.pairwise(found):
         assert following.concurrency_from == band.concurrency_to + 1
         assert following.use_ep != band.use_ep
+    held = answer.demand.concurrency or answer.best.num_sequences
+    (mine,) = (one for one in found if one.concurrency_from <= held <= one.concurrency_to)
+    assert mine.use_ep == any(pool.layout["ep"] > 1 for pool in answer.best.pools if pool.role != "prefill")
+    assert f"at {held} requests" in mine.reason
+    if answer.other_way is None:
+        assert mine.gain is None
+    else:
+        assert mine.gain == max(answer.best.value / answer.other_way.value - 1.0, 0.0)
+        assert answer.other_way.use_ep != answer.best.use_ep
+    # Reasons argue for what is taken: a time named is shorter, or what else makes the gain is named.
     for band in found:
-        assert "requests" in band.reason
-        assert band.gain is None or band.gain >= 0
+        times = re.search(r"(TPOT|TTFT) ([\d.]+) instead of ([\d.]+) ms", band.reason)
+        if times is not None:
+            assert float(times[2]) <= float(times[3])
+        else:
+            words = "equal|in flight instead of|less to pay|waits for prompts less|no layout"
+            assert re.search(words, band.reason)
+
+
+def test_a_verdict_is_that_of_the_question_at_its_concurrency():
+    whole = question("qwen3-30b-a3b", "h100x4", isl=512, osl=256)
+    found = ep_bands(whole, search(whole))
+    for concurrency in (4, 256):
+        (band,) = (one for one in found if one.concurrency_from <= concurrency <= one.concurrency_to)
+        best = search(replace(whole, demand=replace(whole.demand, concurrency=concurrency))).best
+        assert band.use_ep == best.use_ep
 
 
 def test_a_dense_model_has_no_bands():
-    spec = model_of("llama-3.1-8b")
-    pricer = pricer_of(spec, cluster("h100x2"), "paper", skewed(spec))
-    space, _ = blocks(spec, cluster("h100x2"), format_choices(spec, "stored", "bfloat16", None), {})
-    assert bands(pricer, space, Demand(isl=100, osl=100)) == ()
+    whole = question("llama-3.1-8b", "h100x2", isl=100, osl=100)
+    assert ep_bands(whole, search(whole)) == ()
+    space, _ = blocks(whole.model, whole.clusters[0], whole.choices, {})
     assert all(set(block.columns["dp"]) == {1.0} for block in space)
 
 

@@ -10,12 +10,13 @@ from moesaic.cost.ops import Work
 from moesaic.cost.profile import PAPER
 from moesaic.cost.term import step_seconds
 from moesaic.errors import CapacityError, ConfigError
+from moesaic.planner.compare import CLOSE
 from moesaic.planner.demand import Demand
 from moesaic.planner.load_file import skewed
 from moesaic.planner.pools import Refused, decode_rows, prefill_rows, serve_rows
 from moesaic.planner.price import CHUNK_TOKENS, Pricer, largest_within
 from moesaic.planner.question import clusters_of, format_choices
-from moesaic.planner.search import CLOSE, Question, search
+from moesaic.planner.search import Question, search
 from moesaic.planner.space import blocks, redundancies
 from moesaic.spec.families import read_config
 from moesaic.spec.locate import locate
