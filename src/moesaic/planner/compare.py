@@ -66,8 +66,8 @@ class Ranking:
     best: int  # with the fewest expert ranks among equals
 
     @staticmethod
-    def of(choices: Sequence[Choices]) -> Ranking:
-        """The choices with the best of them."""
+    def of(choices: Sequence[Choices], missed: Sequence[str] = ()) -> Ranking:
+        """The choices with the best of them: where one objective is missed, what comes nearest to it."""
         value, prefill_ep, prefill_pp, kind = (
             np.concatenate([getattr(one, name) for one in choices])
             for name in ("value", "prefill_ep", "prefill_pp", "kind")
@@ -75,8 +75,13 @@ class Ranking:
         equal = np.flatnonzero(value >= value.max() * (1.0 - CLOSE))
         ep, pp = (kind[equal, KIND.index(name)] for name in ("ep", "pp"))
         order = np.lexsort((-value[equal], prefill_ep[equal], prefill_pp[equal], ep, pp))  # the last decides
+        best = int(equal[order[0]])
+        if len(missed) == 1:
+            name, sign = ("in_flight", -1.0) if missed[0] == "concurrency" else (missed[0], 1.0)
+            far = sign * np.concatenate([getattr(one, name) for one in choices])
+            best = int(np.lexsort((-value, far))[0])
         return Ranking(
-            choices=choices, value=value, kind=kind, best=int(equal[order[0]]),
+            choices=choices, value=value, kind=kind, best=best,
             owner=np.concatenate([np.full(len(one.value), idx) for idx, one in enumerate(choices)]),
             inner=np.concatenate([np.arange(len(one.value)) for one in choices]),
         )  # fmt: skip

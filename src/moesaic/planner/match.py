@@ -23,14 +23,17 @@ KIND = ("tp", "dp", "kvp", "ep", "expert_tp", "pp")
 class Choices:
     """Comparable deployments of one kind.
 
-    Shapes:  value, prefill_ep and prefill_pp are [n]; kind is [n, KIND] of what decodes: equal rows are
-             variants of one layout.
+    Shapes:  kind is [n, KIND] of what decodes, the others [n]; equal rows of kind are variants of one
+             layout.
     """
 
     value: FloatArray
     prefill_ep: FloatArray
     prefill_pp: FloatArray
     kind: FloatArray
+    ttft_s: FloatArray
+    tpot_s: FloatArray
+    in_flight: FloatArray  # requests over all instances
     make: Callable[[int], Plan]
 
 
@@ -137,10 +140,12 @@ def match(
             ),
         )  # fmt: skip
 
+    first, second = pairs.T
+    held = decoders.rate * decoders.tpot_s * demand.osl  # by an instance
     return Choices(
-        value=value[pairs[:, 0], pairs[:, 1]], prefill_ep=prefill.ep[pairs[:, 0]],
-        prefill_pp=prefill.stages[pairs[:, 0]],
-        kind=decoders.kind[pairs[:, 1]],
+        value=value[first, second], prefill_ep=prefill.ep[first], prefill_pp=prefill.stages[first],
+        kind=decoders.kind[second], ttft_s=prefill.ttft_s[first], tpot_s=decoders.tpot_s[second],
+        in_flight=decode_count[first, second] * held[second],
         make=make,
     )  # fmt: skip
 

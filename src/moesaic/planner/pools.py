@@ -132,7 +132,24 @@ def serve_rows(pricer: Pricer, blocks: Sequence[Block], demand: Demand, refused:
             step = np.asarray(pricer.decode_interval(block.take(rows), batch, demand).value)
             return np.asarray(step + prompts(rows, batch)[1] / demand.osl)
 
-        batch, tpot_s = _batches(block, most, tpot, demand, count, refused)
+        def late(
+            rows: np.ndarray,
+            batch: FloatArray,
+            block: Block = block,
+            prompts: _Prompts = prompts,
+            first: FloatArray = first,
+        ) -> FloatArray:
+            """Time per token, or time to first token on the scale of its own limit: whichever is nearer to
+            it."""
+            step = np.asarray(pricer.decode_interval(block.take(rows), batch, demand).value)
+            tpot_s = step + prompts(rows, batch)[1] / demand.osl
+            ttft_s = pricer.first_token_s(first[rows], step)
+            scale = (demand.tpot_s or MAX_SECONDS) / (demand.ttft_s or MAX_SECONDS)
+            return np.asarray(np.maximum(tpot_s, ttft_s * scale))
+
+        batch, tpot_s = _batches(
+            block, most, tpot, demand, count, refused, tpot if demand.ttft_s is None else late
+        )
         own_s, others_s = prompts(np.arange(len(block)), np.maximum(batch, block.unit))
         ttft_s = pricer.first_token_s(first, tpot_s - others_s / demand.osl)
         keep = (batch > 0) & _keeps_ttft(block, ttft_s, batch > 0, demand, refused)
@@ -208,9 +225,14 @@ def _batches(
     demand: Demand,
     count: FloatArray,
     refused: Refused,
+    late: Callable[[np.ndarray, FloatArray], FloatArray] | None = None,
 ) -> tuple[FloatArray, FloatArray]:
-    """(batch, time per token): the largest batch in time, or the one that the concurrency asks for; or
-    0."""
+    """(batch, time per token): the largest batch in time, or the one that the concurrency asks for; or 0.
+
+    `late` is what has to be within the limit where that is more than the time per token; a layout that is
+    late with any batch but not in time per token gets the least one.
+    """
+    late = late or tpot
     unit, every = block.unit, np.arange(len(block))
     limit = demand.tpot_s or MAX_SECONDS
     batch = np.zeros(len(block))
@@ -224,10 +246,11 @@ def _batches(
         batch[rows] = needed[rows]
     elif demand.objective == "latency":
         batch = np.where(most >= unit, unit, 0.0)
-    elif demand.tpot_s is None:
+    elif late is tpot and demand.tpot_s is None:
         batch = most.copy()
     else:
-        batch = largest_within(tpot, most, unit, limit)
+        batch = largest_within(late, most, unit, limit)
+        batch = np.where((batch == 0) & (most >= unit) & (late is not tpot), unit, batch)
     seconds = np.asarray(tpot(every, np.maximum(batch, unit)))
     slow = (seconds > limit) & (most >= unit if demand.concurrency is None else batch > 0)
     refused.add("tpot", block, slow, seconds / limit, "{} ms a token", seconds * 1e3)

@@ -18,6 +18,7 @@ from moesaic.planner.concurrency import Band, Verdict, bands, rows_by_concurrenc
 from moesaic.planner.demand import Demand, unit_cost
 from moesaic.planner.disaggregate import grids
 from moesaic.planner.match import (
+    KIND,
     Choices,
     Decoders,
     first_of_each,
@@ -28,7 +29,7 @@ from moesaic.planner.match import (
     value_of,
 )
 from moesaic.planner.plan import Plan, serve_plan
-from moesaic.planner.pools import Refused, Rows, decode_rows, prefill_rows, serve_rows
+from moesaic.planner.pools import Refused, Rows, decode_rows, layout_name, prefill_rows, serve_rows
 from moesaic.planner.price import Pricer, pricer_of
 from moesaic.planner.residency import offloaded_blocks
 from moesaic.planner.space import (
@@ -67,7 +68,8 @@ class Question:
 class Answer:
     """What a search found.
 
-    `missed` names the objectives that no layout meets; `best` is then the best without them.
+    `missed` names the objectives that no layout meets. `best` is then the plan that comes nearest to the one
+    that is missed, or with several the fastest without them.
     """
 
     best: Plan
@@ -105,11 +107,13 @@ def search(question: Question) -> Answer:
             break
         missed, demand = dropped, question.demand.without(dropped)
         choices = collect(pricers, spaces, question, demand, Refused({}))
-        choices = choices or _beyond_devices(pricers, question, demand)
+        choices += _beyond_devices(pricers, question, demand)
     if not choices:
         raise CapacityError(_nothing_fits(question, refused))
-    ranking = Ranking.of(choices)
+    ranking = Ranking.of(choices, missed)
     second, other = ranking.runner_up, ranking.other_way
+    if len(missed) == 1:
+        _name_nearest(refused, ranking, missed[0], question.demand)
     return Answer(
         best=ranking.plan(ranking.best), runner_up=None if second is None else ranking.plan(second),
         other_way=None if other is None else ranking.plan(other), demand=demand, ruled_out=refused.misses,
@@ -231,6 +235,21 @@ def _can_part(pricers: Sequence[Pricer], is_far: bool) -> bool:
     return all(any(name in pricer.cluster.machine.facts for name in wanted) for pricer in pricers)
 
 
+def _name_nearest(refused: Refused, ranking: Ranking, missed: str, demand: Demand) -> None:
+    """Let the plan that comes nearest to a missed objective be the nearest of what it ruled out."""
+    plan, asked = ranking.plan(ranking.best), float(getattr(demand, missed))
+    name = layout_name((plan.decoder if missed != "ttft_s" else plan.pools[0]).layout)
+    tpot_s, ttft_s, held = float(plan.tpot.value), float(plan.ttft.value), plan.num_sequences
+    reason, found, text = {
+        "tpot_s": ("tpot", tpot_s, f"{tpot_s * 1e3:.4g} ms a token"),
+        "ttft_s": ("ttft", ttft_s, f"{ttft_s * 1e3:.4g} ms to the first token"),
+        "concurrency": ("concurrency", held, f"room for {held} requests in all"),
+    }[missed]
+    distance = asked / max(found, 1) if missed == "concurrency" else found / asked
+    count = refused.misses[reason].count if reason in refused.misses else 0
+    refused.misses[reason] = NearMiss(count=count, nearest=f"{name}: {text}", distance=distance)
+
+
 def _relaxations(demand: Demand) -> list[tuple[str, ...]]:
     """Sets of objectives to drop when all together cannot be met: one alone, then all."""
     asked = tuple(name for name in ("ttft_s", "concurrency", "tpot_s") if getattr(demand, name) is not None)
@@ -247,7 +266,11 @@ def _serve_choices(pricer: Pricer, rows: Rows, demand: Demand, is_one: bool) -> 
     def make(idx: int) -> Plan:
         return serve_plan(pricer, rows, idx, demand, int(charged[idx]), float(value[idx]))
 
-    return Choices(value=value, prefill_ep=rows.ep, prefill_pp=rows.stages, kind=kind_of(rows), make=make)
+    kind = kind_of(rows)
+    return Choices(
+        value=value, prefill_ep=rows.ep, prefill_pp=rows.stages, kind=kind, ttft_s=rows.ttft_s,
+        tpot_s=rows.tpot_s, in_flight=rows.batch * kind[:, KIND.index("dp")] * rows.count, make=make,
+    )  # fmt: skip
 
 
 def _best_of_size(rows: Rows, demand: Demand) -> Rows:

@@ -261,3 +261,33 @@ def test_n_requests_on_a_replica_wait_for_n_less_one_prompts():
     prefill_s, step_s = (float(step_seconds(tree).value) for tree in (best.prefill, best.decode))
     assert best.decoder.batch == 5
     assert float(best.tpot.value) == pytest.approx(step_s + 4 * prefill_s / 100, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "asked"),
+    [
+        ("deepseek-v3", "h200x8", {"ttft_s": 0.05}),
+        ("deepseek-v3", "h200x8", {"ttft_s": 0.05, "concurrency": 64}),
+        ("qwen3-30b-a3b", "h100x4", {"ttft_s": 0.001}),
+        ("qwen3-30b-a3b", "h100x4", {"tpot_s": 0.0005, "isl": 500}),
+        ("qwen3-30b-a3b", "h100x2", {"concurrency": 10**6}),
+    ],
+)
+def test_what_it_would_take_is_enough_and_nothing_less_is(model, machine, asked):
+    profile = "paper" if "tpot_s" in asked else "calibrated"
+    whole = replace(question(model, machine, **asked), profile=profile)
+    answer = search(whole)
+    (missed,) = answer.missed
+    reason = missed.removesuffix("_s")
+    best = answer.best
+    if missed == "concurrency":
+        needed, less = best.num_sequences, None
+        assert str(needed) in answer.ruled_out[reason].nearest
+    else:
+        needed = float((best.ttft if missed == "ttft_s" else best.tpot).value)
+        less = needed * 0.999
+        needed *= 1 + 1e-9
+        assert f"{needed * 1e3:.4g} ms" in answer.ruled_out[reason].nearest
+    assert search(replace(whole, demand=replace(whole.demand, **{missed: needed}))).missed == ()
+    if less is not None:
+        assert search(replace(whole, demand=replace(whole.demand, **{missed: less}))).missed == (missed,)
