@@ -34,6 +34,13 @@ Source: DeepSeek-V3, arXiv:2412.19437, sec. 3.3 (fp8 blocks); OCP Microscaling v
 of GPTQ and AWQ (int4).
 """
 
+SCALE_BLOCK: Mapping[str, int] = {"fp8": 128, "nvfp4": 16, "int4": 128}
+"""Weights that share a scale along the sliced axis of an expert. MXFP4 is not here: engines give ranks whole
+blocks of it, some one more than others.
+
+Source: DeepSeek-V3, arXiv:2412.19437, sec. 3.3 (fp8); the usual group of GPTQ and AWQ (int4).
+"""
+
 _QUANTISED: tuple[Component, ...] = ("attention", "routed_experts", "shared_experts", "dense_ffn")
 
 
@@ -123,6 +130,18 @@ def rounded_bytes(spec: ModelSpec, format: str) -> int:
     bits = dict.fromkeys((*_QUANTISED, "head"), rounded_bits) | {"router": 32.0}
     num_bits = sum(count * bits.get(component, own_bits) for component, count in total.items())
     return round((num_bits + 32 * wide) / 8)
+
+
+def scale_block(spec: ModelSpec, weight_format: str | None = None) -> int:
+    """Columns of an expert that share a scale: a slice of it holds whole blocks. 1: any slice will do.
+
+    `weight_format` None: as the checkpoint stores them.
+    """
+    if weight_format is not None:
+        return SCALE_BLOCK.get(weight_format, 1)
+    stored = spec.stored_format("routed_experts")
+    has_one_scale = stored.format == "fp8" and stored.bits == 8.0  # a whole matrix shares it
+    return 1 if has_one_scale else SCALE_BLOCK.get(stored.format, 1)
 
 
 def expert_bytes(spec: ModelSpec, moe: MoeSpec, weight_format: str | None = None) -> int:

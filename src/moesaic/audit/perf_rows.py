@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from moesaic.account.memory import SCALE_BLOCK
 from moesaic.errors import ConfigError
 from moesaic.spec.families import read_config
 from moesaic.spec.hardware import MACHINES, Machine, machine
@@ -27,9 +28,8 @@ COLUMNS = (
     "silicon_tpot_ms",
 )  # fmt: skip
 BACKENDS = ("sglang", "trtllm", "vllm")
-MIN_EXPERT_SLICE = 128
-"""Columns of an expert that a rank has at least. Source: blocks of 128 by 128 share a scale (DeepSeek-V3,
-arXiv:2412.19437, sec. 3.3.2)."""
+MIN_EXPERT_SLICE = SCALE_BLOCK["fp8"]
+"""Columns of an expert that a rank has at least."""
 MAX_STRETCH = 10  # guess: times the model's positions up to which lengths are no slip
 MAX_BATCH = 2**16  # guess: sequences of a replica, far above what engines schedule
 _FORMATS: Mapping[str, str | None] = {

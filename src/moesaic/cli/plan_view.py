@@ -43,7 +43,7 @@ def render(
     lines += _row("ping-pong", [balance]) if balance is not None else []
     lines += _row("bottleneck", [best.bottleneck])
     if answer.runner_up is not None:
-        lines += _row("runner-up", _runner_up(best, answer.runner_up))
+        lines += _row("runner-up", _runner_up(best, answer.runner_up, answer.missed))
     lines += _row("ways", [_way(way, plan) for way, plan in answer.ways.items()])
     lines += _memory(best.pools)
     if sum(one.num_devices for one in question.clusters) > 1:  # one device leaves no choice
@@ -140,9 +140,10 @@ def _way(way: Way, plan: Plan) -> str:
     )
 
 
-def _runner_up(best: Plan, other: Plan) -> list[str]:
+def _runner_up(best: Plan, other: Plan, missed: Sequence[str]) -> list[str]:
     loss = 1.0 - other.value / best.value
-    text = f"{loss:.1%} less" if loss >= 0 else f"{-loss:.1%} more, but the answer is the smaller unit"
+    why = "nearer to what was asked" if missed else "the smaller unit"
+    text = f"{loss:.1%} less" if loss >= 0 else f"{-loss:.1%} more, but the answer is {why}"
     pools = " + ".join(f"{pool.role} {pool}" for pool in other.pools)
     return [f"{text}: {pools}", f"TPOT {_interval(other.tpot)}, TTFT {_interval(other.ttft)}"]
 

@@ -8,14 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from moesaic.account.memory import scale_block
 from moesaic.spec.model import GqaSpec, MlaSpec, ModelSpec
-
-BLOCK = {"fp8": 128, "nvfp4": 16, "int4": 128}
-"""Weights that share a scale along the sliced axis of an expert. MXFP4 is not here: engines give ranks whole
-blocks of it, some one more than others.
-
-Source: DeepSeek-V3, arXiv:2412.19437, sec. 3.3 (fp8); the usual group of GPTQ and AWQ (int4).
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +44,7 @@ def problems(
     for experts in sorted({moe.num_experts for moe in moes}):
         yield from _experts(experts, ep, num_redundant)
     for width in sorted({moe.expert_width for moe in moes}):
-        yield from _blocks(width, expert_tp, model.weight_format)
+        yield from _blocks(width, expert_tp, scale_block(model), model.weight_format)
 
 
 def _heads(model: ModelSpec, tp: int) -> Iterator[Problem]:
@@ -82,9 +76,8 @@ def _experts(experts: int, ep: int, num_redundant: int | None) -> Iterator[Probl
         )  # fmt: skip
 
 
-def _blocks(width: int, expert_tp: int, stored: str) -> Iterator[Problem]:
-    block = BLOCK.get(stored)
-    if block is None or expert_tp == 1:
+def _blocks(width: int, expert_tp: int, block: int, stored: str) -> Iterator[Problem]:
+    if block == 1 or expert_tp == 1:
         return
     if width % expert_tp or (width // expert_tp) % block:
         fits = [d for d in range(1, expert_tp) if width % d == 0 and (width // d) % block == 0]

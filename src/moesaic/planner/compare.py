@@ -88,7 +88,7 @@ class Ranking:
 
     def plan(self, idx: int) -> Plan:
         """One of them, in full."""
-        return self.choices[self.owner[idx]].make(int(self.inner[idx]))
+        return self.choices[int(self.owner[idx])].make(int(self.inner[idx]))
 
     @property
     def runner_up(self) -> int | None:

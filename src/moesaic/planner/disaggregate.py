@@ -94,7 +94,7 @@ def grids(
 ) -> Grids | None:
     """Every two-sided grid on two clusters, or on one when both are the same; None where there is none."""
     model, is_same = pricers[0].model, pricers[0] is pricers[1]
-    limits = Limits.of(model)
+    limits = Limits.of(model, [choice])
     if (
         limits.num_experts is None
         or any(pins.get(knob, 1) > 1 for knob in ("kvp", "pp"))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moesaic.account.memory import WEIGHT_BITS
+from moesaic.account.memory import WEIGHT_BITS, scale_block
 from moesaic.account.params import count_params
 from moesaic.cost.calibrated import profile_named
 from moesaic.cost.layouts import Split, memory_per_rank, step_cost
@@ -82,7 +82,13 @@ def fit(
     profile = profile_named(profile_name, cluster)
     formats = Formats(dense=weight_format, experts=weight_format, kv_bits=kv_bits)
     splits = _fewest_offloaded(
-        model, cluster, legal_splits(model, cluster.num_devices), batch, context, profile, formats
+        model,
+        cluster,
+        legal_splits(model, cluster.num_devices, weight_format),
+        batch,
+        context,
+        profile,
+        formats,
     )
     seqs = np.ceil(batch / splits.dp)
     parts = memory_per_rank(
@@ -145,8 +151,10 @@ def tokens_per_second(cost: Cost, num_tokens: float) -> Interval:
     )
 
 
-def legal_splits(model: ModelSpec, num_devices: int) -> Split:
+def legal_splits(model: ModelSpec, num_devices: int, weight_format: str | None = None) -> Split:
     """Every split of a model over `num_devices`: attention by heads, experts by expert or slice; no pipeline.
+
+    Slices hold whole blocks of the weights that share a scale.
 
     Raises: ConfigError with the arithmetic when no split is legal.
     """
@@ -157,7 +165,8 @@ def legal_splits(model: ModelSpec, num_devices: int) -> Split:
     pairs = []
     for ep in sizes:
         slices = num_devices // ep
-        is_legal = all(moe.num_experts >= ep and moe.expert_width % slices == 0 for moe in moes)
+        whole = slices * (scale_block(model, weight_format) if slices > 1 else 1)
+        is_legal = all(moe.num_experts >= ep and moe.expert_width % whole == 0 for moe in moes)
         if is_legal and (moes or ep == 1):
             pairs += [(tp, ep) for tp in tps]
     if not pairs:

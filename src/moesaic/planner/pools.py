@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -105,11 +106,8 @@ def serve_rows(pricer: Pricer, blocks: Sequence[Block], demand: Demand, refused:
         part = np.flatnonzero(most >= whole.unit)
         block, most = whole.take(part), most[part]
         first = pricer.once(
-            ("first", whole, demand.traffic),
-            lambda block=block: np.asarray(
-                pricer.prefill_interval(block, block.columns["pp"], demand).value
-            ),
-        )  # fmt: skip
+            ("first", whole, demand.traffic), partial(_first_prompts_s, pricer, block, demand)
+        )
         count = np.floor(pricer.cluster.num_devices / block.devices)
 
         def prompts(

@@ -91,7 +91,7 @@ def search(question: Question) -> Answer:
     """
     start = time.perf_counter()
     for cluster in question.clusters:
-        check_pins(question.model, cluster, question.pins)
+        check_pins(question.model, cluster, question.choices, question.pins)
     refused, pricers, spaces = Refused({}), [], []
     for cluster in question.clusters:
         pricers.append(question.pricer(cluster))

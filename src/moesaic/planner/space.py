@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from moesaic.account.memory import scale_block
 from moesaic.cost.layouts import Split
 from moesaic.cost.ops import Formats
 from moesaic.cost.term import FloatArray
@@ -104,10 +105,11 @@ class Limits:
     num_layers: int
     num_experts: int | None  # None: dense
     expert_width: int
+    scale_block: int = 1  # columns of an expert that share a scale
 
     @staticmethod
-    def of(model: ModelSpec) -> Limits:
-        """The limits of a model."""
+    def of(model: ModelSpec, choices: Sequence[FormatChoice]) -> Limits:
+        """The limits of a model in any of some formats: the finest blocks of scales count."""
         heads: set[int] = set()
         kv_heads: list[int] = []
         for layer in model.layers:
@@ -124,6 +126,7 @@ class Limits:
             heads=tuple(sorted(heads)), kv_heads=min(kv_heads, default=None), num_layers=len(model.layers),
             num_experts=max((moe.num_experts for moe in moes), default=None),
             expert_width=min((moe.expert_width for moe in moes), default=0),
+            scale_block=min(scale_block(model, choice.weights) for choice in choices),
         )  # fmt: skip
 
     def refusal(self, knob: Knob, value: int) -> str | None:
@@ -137,6 +140,14 @@ class Limits:
             for total in totals:
                 if total % value:
                     return f"{total} {what} / {knob} {value} = {total / value:.2f}; {_legal(total, value)}"
+        if knob == "expert_tp" and self.num_experts is not None and value > 1:
+            width, block = self.expert_width, self.scale_block
+            if width // value % block:
+                fits = [d for d in divisors(width, width) if d == 1 or width // d % block == 0]
+                return (
+                    f"{width} columns of an expert / expert_tp {value} = {width // value}, no multiple of "
+                    f"the {block} that share a scale; {_near(fits, value)}"
+                )
         if knob == "pp" and value > self.num_layers:
             most = self.num_layers
             return f"pp {value} is more stages than the {most} layers; pp is at most {most}"
@@ -158,9 +169,12 @@ class Limits:
 
 
 def _legal(total: int, value: int) -> str:
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    below = max((d for d in divisors if d <= value), default=1)
-    above = min((d for d in divisors if d >= value), default=total)
+    return _near(divisors(total, total), value)
+
+
+def _near(legal: Sequence[int], value: int) -> str:
+    below = max((d for d in legal if d <= value), default=legal[0])
+    above = min((d for d in legal if d >= value), default=below)
     return f"the nearest legal numbers are {below} and {above}" if below != above else f"{below} is legal"
 
 
@@ -209,7 +223,7 @@ def blocks(
 
     `pins` holds numbers that are given instead of searched.
     """
-    limits = Limits.of(model)
+    limits = Limits.of(model, choices)
     tally = _Tally()
     rows = np.array(
         [
@@ -227,10 +241,17 @@ def blocks(
             if pins.get("num_micro_batches", micro_batches) != micro_batches:
                 continue
             chosen = np.full(len(rows), True) if micro_batches == 1 else can_overlap
+            if len(choices) > 1:
+                chosen = chosen & _whole_blocks(columns["expert_tp"], Limits.of(model, [choice]), tally)
             if chosen.any():
                 part = {name: column[chosen] for name, column in columns.items()}
                 found.append(Block(columns=part, num_micro_batches=micro_batches, choice=choice))
     return found, tally.misses()
+
+
+def _whole_blocks(expert_tp: FloatArray, limits: Limits, tally: _Tally) -> np.ndarray:
+    allowed = {value for value in set(expert_tp) if tally.allows(limits, "expert_tp", int(value))}
+    return np.isin(expert_tp, list(allowed))
 
 
 def _pinned_size(pins: Mapping[Knob, int]) -> int | None:
@@ -335,12 +356,14 @@ def spaced(most: int) -> list[int]:
     return counts
 
 
-def check_pins(model: ModelSpec, cluster: Cluster, pins: Mapping[Knob, int]) -> None:
+def check_pins(
+    model: ModelSpec, cluster: Cluster, choices: Sequence[FormatChoice], pins: Mapping[Knob, int]
+) -> None:
     """Whether the numbers that the caller fixed can hold together on a cluster.
 
     Raises: ConfigError with the arithmetic and the nearest legal numbers.
     """
-    limits = Limits.of(model)
+    limits = Limits.of(model, choices)
     for knob, value in pins.items():
         least = int(knob not in ("num_redundant", "num_offloaded"))
         if value < least:

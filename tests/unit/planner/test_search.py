@@ -291,3 +291,21 @@ def test_what_it_would_take_is_enough_and_nothing_less_is(model, machine, asked)
     assert search(replace(whole, demand=replace(whole.demand, **{missed: needed}))).missed == ()
     if less is not None:
         assert search(replace(whole, demand=replace(whole.demand, **{missed: less}))).missed == (missed,)
+
+
+def test_slices_of_experts_hold_whole_blocks_of_scales():
+    asked = question("deepseek-v3", "h200x8x4")  # 2048 columns, 128 of them share a scale
+    space, misses = blocks(asked.model, asked.clusters[0], asked.choices, {})
+    assert max(block.columns["expert_tp"].max() for block in space) == 16
+    assert "divisibility" in misses
+    qwen = question("qwen3-30b-a3b", "h100x8", weights="fp8,bfloat16")  # 768 columns
+    space, _ = blocks(qwen.model, qwen.clusters[0], qwen.choices, {})
+    widest = {
+        one.choice.weights: one.columns["expert_tp"].max() for one in space if one.num_micro_batches == 1
+    }
+    assert widest == {"fp8": 2, "bfloat16": 8}
+    narrow = question("qwen3-30b-a3b", "h100x8", weights="fp8", pins={"expert_tp": 4})
+    message = r"768 columns of an expert / expert_tp 4 = 192, no multiple of the 128 .*; .* are 3 and 6"
+    with pytest.raises(ConfigError, match=message):
+        search(narrow)
+    assert all(pool.layout["expert_tp"] in (1, 2) for pool in search(replace(narrow, pins={})).best.pools)
