@@ -212,6 +212,11 @@ def prefill_rows(
     return _joined(found)
 
 
+def _first_prompts_s(pricer: Pricer, block: Block, demand: Demand) -> FloatArray:
+    """Seconds of a prompt a stage."""
+    return np.asarray(pricer.prefill_interval(block, block.columns["pp"], demand).value)
+
+
 def _most(pricer: Pricer, block: Block, role: PoolRole, demand: Demand) -> tuple[FloatArray, FloatArray]:
     return pricer.once((role, block, demand.traffic), lambda: pricer.largest_batch(block, role, demand))
 

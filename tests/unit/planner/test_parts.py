@@ -19,7 +19,6 @@ from moesaic.planner.deployment import deployment_of
 from moesaic.planner.disaggregate import MICRO_BATCHES, grids
 from moesaic.planner.load_file import grouped, read_load, skewed
 from moesaic.planner.pools import Refused
-from moesaic.planner.price import pricer_of
 from moesaic.planner.question import clusters_of, format_choices, price_unit, undeclared_format
 from moesaic.planner.report import pareto
 from moesaic.planner.search import Question, ep_bands, search
