@@ -102,7 +102,7 @@ def grids(
     ):
         return None
     rows, most, miss = pricers[0].once(
-        ("grids", str(pricers[1].cluster), choice, demand.traffic),
+        ("grids", str(pricers[1].cluster), choice, demand.traffic, *sorted(pins.items())),
         lambda: _fitting(limits, pricers, choice, demand, pins),
     )
     if miss is not None:
