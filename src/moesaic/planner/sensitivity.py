@@ -75,12 +75,12 @@ def _tpot(plan: Plan, question: Question, factors: dict[str, float]) -> float:
     step = float(step_seconds(_decode(decoding, clusters, question)).value)
     if decoding[0].role != "serve":
         return step
-    demand, pool = question.demand, decoding[0]
-    pricer, block = _pricer(clusters[0], question), _block(pool)
-    stages = float(pool.layout["pp"])
-    prefill = float(np.asarray(pricer.prefill_interval(block, np.array([stages]), demand).value)[0])
-    waited = pricer.interference.prefill_in_decode
-    return step + waited * prefill * pool.batch / demand.osl / stages
+    pool = decoding[0]
+    stages = np.array([float(pool.layout["pp"])])
+    pricer = _pricer(clusters[0], question)
+    prefill = float(np.asarray(pricer.prefill_interval(_block(pool), stages, question.demand).value)[0])
+    between = plan.prefill_share * float(plan.tpot.value)
+    return step + between * prefill / float(step_seconds(plan.prefill).value)
 
 
 def _decode(pools: Sequence[Pool], clusters: Sequence[Cluster], question: Question) -> Cost:
