@@ -43,11 +43,7 @@ def measure(told: Mapping[str, Any], say: Say) -> dict[str, Any]:
         for expert, (d, f) in experts.items():
             multiply = prepare(dtype, f, d, max(2, -(-int(told["cycle_bytes"]) // (d * f * WIDTH[dtype]))))
             for i, rows in enumerate(all_rows):
-                try:
-                    samples_s = timed(multiply(rows), budget_s)
-                except (RuntimeError, NotImplementedError) as error:  # a library without this product
-                    missing[f"{dtype} products by {by}"] = str(error).splitlines()[0]
-                    break
+                samples_s = timed(multiply(rows), budget_s)
                 readings.append(reading(
                     "flop/s", 2.0 * rows * d * f, samples_s,
                     dtype=dtype, by=by, expert=expert, rows=rows, hidden=d, ffn=f,
@@ -76,14 +72,30 @@ def open_ways(num_threads: int) -> tuple[dict[tuple[str, str], Prepare], dict[st
         import torch
 
         torch.set_num_threads(num_threads)
-        for dtype in ("float32", "bfloat16", "int8"):
+        for dtype in ("float32", "bfloat16"):
             ways["torch", dtype] = _torch_products
+        if (lack := _lack_of_int8()) is None:
+            ways["torch", "int8"] = _torch_products
+        else:
+            missing["int8 products by torch"] = lack
     except ModuleNotFoundError:
         missing["products by torch (bfloat16, int8)"] = (
             "torch is not installed: pip install 'moesaic[engine]'"
         )
         ways["numpy", "float32"] = _numpy_products
     return ways, missing
+
+
+def _lack_of_int8() -> str | None:
+    """Why this build of torch multiplies no int8; None where it does."""
+    import torch
+
+    one = torch.ones((32, 32), dtype=torch.int8)
+    try:
+        torch._int_mm(one, one)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
 
 
 def _native_products(kernels: Any, dtype: str, f: int, d: int, copies: int) -> Multiply:
