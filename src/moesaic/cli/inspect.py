@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moesaic.audit.inspect import Inspection, MachineView, dump_json, inspect
-from moesaic.interop.nvidia_smi import is_matrix, read_matrix
 from moesaic.spec.hub import parse_repo
-from moesaic.spec.topology import Topology, from_json
 from moesaic.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from moesaic.spec.topology import Topology
 
 MAX_TOPOLOGY_BYTES = 2**20
 
@@ -56,6 +57,12 @@ def _topology(path: Path) -> Topology | None:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None  # whatever it is, the reader of models says so
+    if "GPU0" not in text:
+        return None
+    # Not at the head: they take numpy, and with it half the time in which a preset is shown.
+    from moesaic.interop.nvidia_smi import is_matrix, read_matrix
+    from moesaic.spec.topology import from_json
+
     if is_matrix(text):
         return read_matrix(text, name=str(path))
     return from_json(text, name=str(path)) if '"nic_names"' in text else None

@@ -185,11 +185,13 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         inspect_config({"model_type": "mixtral"}, tmp_path)
 
 
-def test_inspecting_needs_neither_torch_nor_numpy() -> None:
+def test_the_command_needs_neither_torch_nor_numpy() -> None:
     code = (
         "import sys\n"
-        "from moesaic.audit.inspect import inspect\n"
-        "inspect('deepseek-v3', batch=8)\n"
+        "from moesaic.cli.main import main\n"
+        "sys.argv = ['moesaic', 'inspect', 'deepseek-v3', '--batch', '8']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
         "heavy = {'torch', 'numpy', 'scipy', 'pydantic', 'rich', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
