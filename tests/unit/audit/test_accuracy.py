@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -188,3 +189,42 @@ def test_no_group_is_predicted_by_a_fit_that_saw_it() -> None:
     for name in fitted:
         found = shipped(without=name).numbers
         assert max(abs(found[key] / with_all[key] - 1) for key in with_all) > 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("is_known", "text"),
+    [
+        (
+            False,
+            r"error is (\d+) % of TPOT and (\d+) % of TTFT, and they hold "
+            r"(\d+) % of the measured TPOT and (\d+) %",
+        ),
+        (True, r"of a known engine it is\n(\d+) % and (\d+) %, and they hold (\d+) % and (\d+) %"),
+    ],
+)
+def test_the_planners_page_tells_how_wrong_its_times_are(
+    shared_data: Path, is_known: bool, text: str
+) -> None:
+    """Physics alone, each row by the fit without its group."""
+    page = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
+    found = re.search(text, page)
+    assert found, "the page says it in other words"
+    rows = read_perf_rows(shared_data / "perf" / "measured_e2e.csv.gz").rows
+    errors: dict[str, list[np.ndarray]] = {"tpot": [], "ttft": []}
+    held: dict[str, list[np.ndarray]] = {"tpot": [], "ttft": []}
+    for ids, case in cases_of(rows):
+        if not case.model.moe_layers:
+            continue
+        fitted = shipped(without=case.group)
+        times = predict(
+            case.model, case.cluster, case.split, case.traffic, backend=case.backend if is_known else None,
+            formats=case.formats, calibration=fitted,
+        ).phases  # fmt: skip
+        for target, value in (("tpot", times.tpot_s), ("ttft", times.ttft_s)):
+            measured = np.array([getattr(rows[idx], f"{target}_s") for idx in ids])
+            low, high = fitted.bounds[target]["physics"]
+            errors[target].append(np.abs(value / measured - 1.0))
+            held[target].append((value * low <= measured) & (measured <= value * high))
+    exact = [float(np.median(np.concatenate(errors[target]))) for target in errors]
+    exact += [float(np.mean(np.concatenate(held[target]))) for target in held]
+    assert [int(one) / 100 for one in found.groups()] == pytest.approx(exact, abs=0.0051)
