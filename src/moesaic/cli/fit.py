@@ -31,7 +31,10 @@ def fit_command(
         typer.Option("--hardware", help="A machine file (TOML) of your own, or a folder of them."),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Sequences at a time.")] = 1,
-    context: Annotated[int, typer.Option("--context", help="Tokens of each sequence.")] = 4096,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", help="Tokens of each sequence [default: 4096, or all that the model has]."),
+    ] = None,
     weights: Annotated[
         str | None, typer.Option("--weights", help="Weight format [default: as the checkpoint stores them].")
     ] = None,
@@ -41,7 +44,8 @@ def fit_command(
     """Say whether a model fits, with experts in host memory or on disk if need be, and what is missing."""
     name, spec, notes = _read(model)
     found = fit(
-        spec, name, cluster(machine, hardware), batch=batch, context=context, weight_format=weights,
+        spec, name, cluster(machine, hardware), batch=batch, context=context,
+        weight_format=weights,
         kv_bits=kv_bits,
     )  # fmt: skip
     undeclared = undeclared_format(model, spec) if weights is None else None

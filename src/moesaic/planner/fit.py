@@ -23,6 +23,7 @@ from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import GqaSpec, MlaSpec, ModelSpec
 
 Verdict = Literal["fits", "fits_offloaded", "does_not_fit"]
+CONTEXT = 4096
 _COLUMNS = ("tp", "dp", "ep", "expert_tp")
 
 
@@ -70,14 +71,17 @@ class Fit:
 
 
 def fit(
-    model: ModelSpec, name: str, cluster: Cluster, *, batch: int = 1, context: int = 4096,
+    model: ModelSpec, name: str, cluster: Cluster, *, batch: int = 1, context: int | None = None,
     weight_format: str | None = None, kv_bits: float = 16.0, profile_name: str = "calibrated",
 ) -> Fit:  # fmt: skip
     """Whether `batch` sequences of `context` tokens fit, and how fast a decode step is then.
 
+    Without `context` it is CONTEXT, or all positions of a model that has fewer.
+
     Raises: ConfigError for a batch or context below 1, a context beyond the model's, an unknown format,
             KV bits outside 1 to 64, and for more devices than the model can be split over.
     """
+    context = min(CONTEXT, model.max_position) if context is None else context
     _check(model, batch, context, weight_format, kv_bits)
     profile = profile_named(profile_name, cluster)
     formats = Formats(dense=weight_format, experts=weight_format, kv_bits=kv_bits)
@@ -183,7 +187,9 @@ def _check(model: ModelSpec, batch: int, context: int, weight_format: str | None
     if batch < 1 or context < 1:
         raise ConfigError(f"batch and context must be at least 1, got {batch} and {context}")
     if context > model.max_position:
-        raise ConfigError(f"a context of {context} is beyond the model's {model.max_position} positions")
+        raise ConfigError(
+            f"a context of {context} is beyond the model's {model.max_position} positions; give at most those"
+        )
     if weight_format is not None and weight_format not in WEIGHT_BITS:
         raise ConfigError(f"unknown weight format {weight_format!r}; {nearest(weight_format, WEIGHT_BITS)}")
     if not 1.0 <= kv_bits <= 64.0:  # not a number is neither

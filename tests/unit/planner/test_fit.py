@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,15 @@ def test_narrow_weights_fit_where_wide_ones_do_not() -> None:
     qwen = model("qwen3-30b-a3b")
     assert fit(qwen, "q", cluster("rtx-4090")).verdict == "fits_offloaded"
     assert fit(qwen, "q", cluster("rtx-4090"), weight_format="int4").verdict == "fits"
+
+
+def test_without_a_context_a_short_model_gets_all_it_has() -> None:
+    mixtral = model("mixtral-8x7b")
+    assert fit(mixtral, "m", cluster("h200")).context == 4096
+    short = replace(mixtral, max_position=2048)
+    assert fit(short, "m", cluster("h200")).context == 2048
+    with pytest.raises(ConfigError, match="beyond the model's 2048 positions; give at most those"):
+        fit(short, "m", cluster("h200"), context=4096)
 
 
 @pytest.mark.parametrize(
