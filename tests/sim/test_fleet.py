@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,9 +147,8 @@ def test_impossible_fleets_are_refused(options: dict, message: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif("MOESAIC_DATA" not in os.environ, reason="needs MOESAIC_DATA with traces/")
-def test_load_and_affinity_is_on_the_front_of_the_recorded_trace() -> None:
-    path = Path(os.environ["MOESAIC_DATA"]) / "traces" / "mooncake_conversation_trace.jsonl"
+def test_load_and_affinity_is_on_the_front_of_the_recorded_trace(shared_data: Path) -> None:
+    path = shared_data / "traces" / "mooncake_conversation_trace.jsonl"
     case = engine_case(
         name="deepseek-v3", split=Split(tp=8, expert_tp=8), machines="h200x8", kv_tokens=None,
         max_num_seqs=256, max_tokens=8192, max_model_len=131_072,
