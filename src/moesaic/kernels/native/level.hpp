@@ -59,6 +59,20 @@ struct Level {
   }
   static void store(float* at, Vector a) { _mm256_storeu_ps(at, a); }
 
+  static Vector spread_float(float value) { return _mm256_set1_ps(value); }
+  static Vector subtract(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
+  static Vector multiply(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
+  static Vector divide(Vector a, Vector b) { return _mm256_div_ps(a, b); }
+  static Vector root(Vector a) { return _mm256_sqrt_ps(a); }
+  // Of two numbers that cannot be compared, b.
+  static Vector greater(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+  static Vector less(Vector a, Vector b) { return _mm256_min_ps(a, b); }
+  // 2 to the n, for whole n in -126 to 127.
+  static Vector power_of_two(Vector n) {
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+  }
+
   // Packed weights: a lane is one of the 8 rows of half a panel; a step of weights is 64 bytes from the next.
   using Ints = __m256i;
   static constexpr int kPackedRows = 4;  // of x, by half a panel: 8 sums, 2 weights, 2 constants of 16 registers
@@ -140,6 +154,43 @@ struct Level {
     }
   }
   static void store(float* to, Vector a) { memcpy(to, a.at, sizeof a.at); }
+
+  static Vector spread_float(float value) {
+    Vector a;
+    for (float& lane : a.at) lane = value;
+    return a;
+  }
+  static Vector subtract(Vector a, Vector b) {
+    for (int i = 0; i < kLanes; ++i) a.at[i] -= b.at[i];
+    return a;
+  }
+  static Vector multiply(Vector a, Vector b) {
+    for (int i = 0; i < kLanes; ++i) a.at[i] *= b.at[i];
+    return a;
+  }
+  static Vector divide(Vector a, Vector b) {
+    for (int i = 0; i < kLanes; ++i) a.at[i] /= b.at[i];
+    return a;
+  }
+  static Vector root(Vector a) {
+    for (float& lane : a.at) lane = __builtin_sqrtf(lane);
+    return a;
+  }
+  static Vector greater(Vector a, Vector b) {
+    for (int i = 0; i < kLanes; ++i) a.at[i] = a.at[i] > b.at[i] ? a.at[i] : b.at[i];
+    return a;
+  }
+  static Vector less(Vector a, Vector b) {
+    for (int i = 0; i < kLanes; ++i) a.at[i] = a.at[i] < b.at[i] ? a.at[i] : b.at[i];
+    return a;
+  }
+  static Vector power_of_two(Vector n) {
+    for (float& lane : n.at) {
+      const uint32_t bits = lane >= -126.0f ? static_cast<uint32_t>(static_cast<int32_t>(lane) + 127) << 23 : 0u;
+      memcpy(&lane, &bits, sizeof lane);
+    }
+    return n;
+  }
 
   struct Ints {
     int32_t at[kLanes];

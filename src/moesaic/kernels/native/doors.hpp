@@ -1,0 +1,12 @@
+// Doors: each checks the shapes and pointers of its calls and hands them to a level. One file a door.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "kernels.hpp"
+
+namespace moesaic {
+
+void bind_matmul(nanobind::class_<Kernels>& kernels);
+
+}  // namespace moesaic
