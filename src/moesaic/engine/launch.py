@@ -14,7 +14,7 @@ from moesaic.engine.machine import read_machine
 from moesaic.engine.runner import Runner
 from moesaic.engine.worker import Worker
 from moesaic.hashing import digest
-from moesaic.kernels import native
+from moesaic.kernels import huge_pages, native
 from moesaic.kv.pool import KvPool
 from moesaic.log import get_logger
 from moesaic.models.build import LoadedModel, load
@@ -112,6 +112,8 @@ def _notes(model: LoadedModel, config: ResolvedConfig, *, has_prefix_cache: bool
         )
     if not native.levels():
         notes.append("native kernels: not built in this installation, so matmuls are torch's own")
+    if (reason := huge_pages.why_none()) is not None:
+        notes.append(f"huge pages: none for the weights, which are read more slowly: {reason}")
     notes += [f"{name}: {effect}" for name, effect in model.numerics.effects()]
     return notes
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from moesaic.errors import CheckpointError, ConfigError, HostMemoryShort
 from moesaic.experts.blob import BlobLayout, ExpertBlob, ExpertWeights, Part
 from moesaic.experts.contract import ExpertStore, Wave
+from moesaic.kernels.huge_pages import map_bytes
 from moesaic.spec.experts import ExpertKey, ExpertPlan, contiguous_plan
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import FormatMap, FormatPair
@@ -52,8 +53,8 @@ class Arena:
             starts[logical_id] = end
             end += layout.num_bytes
         try:
-            data = torch.empty(end, dtype=torch.uint8)
-        except RuntimeError as error:
+            data = torch.from_numpy(map_bytes(end))
+        except OSError as error:
             raise HostMemoryShort(
                 f"layer {layer_idx}: {len(layouts)} experts need {format_bytes(end)} of memory and the "
                 "machine refused; use a machine with more memory or a smaller model"

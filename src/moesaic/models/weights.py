@@ -15,7 +15,8 @@ from moesaic.experts.blob import Part
 from moesaic.experts.store import ExpertLoader, ResidentStore
 from moesaic.kernels import mxfp4
 from moesaic.kernels.formats import torch_dtype
-from moesaic.kernels.panel import Weight, pack_panels
+from moesaic.kernels.huge_pages import map_bytes
+from moesaic.kernels.panel import PANEL_ROWS, PanelWeight, Weight, pack_panels
 from moesaic.models.accounting import Accounting, Filling
 from moesaic.models.checkpoint import Checkpoint, check_finite
 from moesaic.spec.model import ModelSpec
@@ -177,6 +178,51 @@ class Weights:
         return {name: weight for name, weight in found.items() if isinstance(weight, Tensor)}
 
 
+class _Room:
+    """Memory for the matrices outside the experts, one after the other in huge pages.
+
+    Owns:    what it gave out keeps the memory alive, a chunk as long as any matrix in it.
+    """
+
+    CHUNK_BYTES = 64 * 2**20  # mapped at once: the end of each that stays unused costs no memory
+    ALIGNMENT_BYTES = 64
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8.
+
+        Raises: HostMemoryShort when the machine refuses.
+        """
+        taken = -(-num_bytes // self.ALIGNMENT_BYTES) * self.ALIGNMENT_BYTES
+        if taken > len(self._free):
+            try:
+                self._free = torch.from_numpy(map_bytes(max(taken, self.CHUNK_BYTES)))
+            except OSError as error:
+                raise HostMemoryShort(
+                    f"a weight needs {format_bytes(num_bytes)} of memory and the machine refused; use a "
+                    "machine with more memory or a smaller model"
+                ) from error
+        room, self._free = self._free[:num_bytes], self._free[taken:]
+        return room
+
+    def keep(self, weight: Tensor) -> Tensor:
+        """A copy of a matrix in here."""
+        return self.take(weight.nbytes).view(weight.dtype).view(weight.shape).copy_(weight)
+
+    def pack(self, weight_FD: Tensor, format: Format, *, name: str) -> PanelWeight:
+        """A matrix rounded into an integer format, in here.
+
+        Raises: CheckpointError as `pack_panels`.
+        """
+        num_rows, width = weight_FD.shape
+        num_panels, panel_bytes = -(-num_rows // PANEL_ROWS), QUANTISED[format].panel_bytes(width)
+        data = self.take(num_panels * panel_bytes).view(num_panels, panel_bytes)
+        into = PanelWeight(format=format, data=data, num_rows=num_rows, width=width)
+        return pack_panels(weight_FD, format, name=name, into=into)
+
+
 def read_weights(
     checkpoint: Checkpoint,
     spec: ModelSpec,
@@ -189,13 +235,14 @@ def read_weights(
     head_VD: Weight | None = None
     layers: tuple[dict[str, dict[str, Weight]], ...] = tuple({} for _ in spec.layers)
     experts = ExpertLoader(spec.moe_layers, numerics.formats) if spec.moe_layers else None
+    room = _Room()
     num_read, total = 0, sum(_stored_bytes(checkpoint, filling) for filling in accounting.fillings)
     for filling in accounting.fillings:
         if filling.half == "experts":
             assert experts is not None, "experts are accounted for in sparse layers only"
             _read_experts(checkpoint, filling, experts)
         else:
-            weight = _read(checkpoint, filling, numerics)
+            weight = _read(checkpoint, filling, numerics, room)
             if filling.layer_idx is not None:
                 layers[filling.layer_idx].setdefault(filling.half, {})[filling.name] = weight
             elif filling.name == "head":
@@ -212,18 +259,20 @@ def read_weights(
         format = numerics.formats.default.weight
         head_VD = model["embedding"]
         if format in QUANTISED:
-            head_VD = pack_panels(head_VD, format, name="the head, which is the embedding")
+            head_VD = room.pack(head_VD, format, name="the head, which is the embedding")
     store = None if experts is None else experts.finish()
     return Weights(model=model, head_VD=head_VD, layers=layers, store=store)
 
 
-def _read(checkpoint: Checkpoint, filling: Filling, numerics: Numerics) -> Weight:
+def _read(checkpoint: Checkpoint, filling: Filling, numerics: Numerics, room: _Room) -> Weight:
     """One parameter outside the experts, in the format in which it stays."""
     tensor = checkpoint.read(filling.key, shape=filling.stored_shape).view(filling.shape)
     if _is_quantised(filling, numerics):
-        return pack_panels(tensor, numerics.formats.default.weight, name=filling.key)
-    dtype = torch.float32 if _is_wide(filling) else torch_dtype(numerics.seam_dtype)
-    return tensor.to(dtype) + filling.offset if filling.offset else tensor.to(dtype)
+        return room.pack(tensor, numerics.formats.default.weight, name=filling.key)
+    tensor = tensor.to(torch.float32 if _is_wide(filling) else torch_dtype(numerics.seam_dtype))
+    if filling.offset:
+        tensor = tensor + filling.offset
+    return room.keep(tensor) if tensor.dim() == 2 else tensor
 
 
 def _read_experts(checkpoint: Checkpoint, filling: Filling, experts: ExpertLoader) -> None:

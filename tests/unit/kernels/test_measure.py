@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moesaic.kernels import native
+from moesaic.kernels.huge_pages import HUGE_BYTES
 from moesaic.kernels.measure import child, disk, gemm, memory
 
 MIB = 2**20
@@ -73,7 +74,7 @@ def test_pages_are_what_they_are_called() -> None:
     assert memory.huge_bytes_at(buffer.ctypes.data) == 0
     huge, why_not = memory.allocate(4 * MIB, "huge", 1)
     assert (memory.huge_bytes_at(huge.ctypes.data) >= 2 * MIB) == (why_not is None)
-    assert huge.ctypes.data % memory.HUGE_BYTES == 0
+    assert huge.ctypes.data % HUGE_BYTES == 0
 
 
 def test_thread_counts_end_with_all() -> None:

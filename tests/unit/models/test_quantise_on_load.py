@@ -34,12 +34,12 @@ def logits_of(model: LoadedModel) -> Tensor:
 
 
 def tensor_bytes(found: object, seen: set[int]) -> int:
-    """Bytes of every tensor that an object holds, each storage once."""
+    """Bytes of every tensor that an object holds, each place in memory once."""
     if isinstance(found, PanelWeight):
         return tensor_bytes(found.data, seen)
     if isinstance(found, Tensor):
-        start = found.untyped_storage().data_ptr()
-        size = 0 if start in seen else found.untyped_storage().nbytes()
+        start = found.data_ptr()
+        size = 0 if start in seen else found.nbytes
         seen.add(start)
         return size
     items = found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()

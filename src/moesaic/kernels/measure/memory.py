@@ -6,22 +6,17 @@ does the same, one thread per part. No torch.
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from moesaic.kernels import native
+from moesaic.kernels.huge_pages import Bytes, Pages, map_bytes
 from moesaic.kernels.measure.child import Say, reading, serve, timed
-
-Pages = Literal["normal", "huge"]
-HUGE_BYTES = 2 * 2**20  # a huge page of x86 and of arm with 4 kB pages
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def measure(told: Mapping[str, Any], say: Say) -> dict[str, Any]:
@@ -54,14 +49,7 @@ def allocate(num_bytes: int, pages: Pages, num_threads: int) -> tuple[Bytes, str
 
     All threads write it, where they can: on several sockets its pages then lie on all of them.
     """
-    mapping = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = np.frombuffer(mapping, dtype=np.uint8)
-    start = -whole.ctypes.data % HUGE_BYTES
-    buffer = whole[start : start + num_bytes]
-    advice = getattr(mmap, "MADV_HUGEPAGE" if pages == "huge" else "MADV_NOHUGEPAGE", None)
-    if advice is not None:
-        with suppress(OSError):  # a kernel without huge pages: seen below
-            mapping.madvise(advice)
+    buffer = map_bytes(num_bytes, pages)
     compiled = native.module()
     if compiled is None:
         buffer[:] = 1
