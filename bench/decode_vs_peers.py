@@ -1,0 +1,330 @@
+"""Decode and prefill speed next to llama.cpp and transformers, on a random checkpoint of OLMoE's shape.
+
+Each engine runs in a process of its own, in turn, so that no two share memory. moesaic runs once per
+format; llama.cpp (with --llamacpp, a folder with llama-batched-bench, llama-bench and llama-quantize) with
+as many bits per weight of every matrix, the head included; transformers in bfloat16 with its `eager` and
+its `grouped_mm` experts, of which the better one counts, figure by figure (`batched_mm` copies the weights
+of every choice: 50 GB for a prefill of 512 tokens). All decode as many tokens after prompts of the same
+length, greedily, without stopping. The default checkpoint has 7.1 GB, which transformers holds twice while
+loading. Weights are random, so routing is nearly uniform: at batch 16 every expert is read.
+
+Beside the rates stands the rate at which this machine reads memory in the same run, and which share of it
+the weights read per decode step reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from llamacpp import GGUF_TYPES, measure_llamacpp, quantised
+from olmoe_files import olmoe_config, write_checkpoint
+
+DECODE_PROMPT_LEN = 32
+IMPLEMENTATIONS = ("eager", "grouped_mm")
+FORMATS = tuple(GGUF_TYPES)
+
+
+def prompts(batch: int, length: int, vocab: int, seed: int) -> list[list[int]]:
+    """Random token ids; another seed for every repetition, so that nothing is cached."""
+    import numpy as np
+
+    return np.random.default_rng([seed, batch]).integers(2, vocab, size=(batch, length)).tolist()
+
+
+def measure_moesaic(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Through `moesaic.LLM`, scheduler, sampling and all; times are those of the engine's own events."""
+    import threading
+
+    from moesaic.engine.llm import LLM
+    from moesaic.sched.request import Request, SamplingParams
+
+    def run(llm: LLM, batch: list[list[int]], num_tokens: int) -> tuple[float, float, float]:
+        """(start, first tokens of all there, last token)."""
+        arrivals: dict[str, list[float]] = {f"r{i}": [] for i in range(len(batch))}
+        left, done = set(arrivals), threading.Event()
+
+        def on_event(event: Any) -> None:
+            if event.token_ids:
+                arrivals[event.request_id].append(time.perf_counter())
+            if event.finish_reason is not None:
+                left.discard(event.request_id)
+                if not left:
+                    done.set()
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        start_s = time.perf_counter()
+        for i, prompt in enumerate(batch):
+            llm.engine.submit(
+                Request(request_id=f"r{i}", prompt_ids=tuple(prompt), sampling=sampling, seed=0), on_event
+            )
+        done.wait()
+        return start_s, max(times[0] for times in arrivals.values()), max(t[-1] for t in arrivals.values())
+
+    options: dict[str, Any] = {
+        "format": None if arguments.format == "bfloat16" else arguments.format,
+        "num_threads": arguments.threads,
+        "max_num_seqs": max(arguments.batches),
+        "max_model_len": 2048,
+    }
+    with LLM(arguments.folder, max_tokens_per_step=max(1024, arguments.prefill), **options) as llm:
+        active = llm.engine.snapshot().active
+        results = collect(
+            arguments,
+            lambda batch, num_tokens: run(llm, batch, num_tokens),
+        )
+        return {
+            "results": results,
+            "numerics_digest": active["numerics_digest"],
+            "backend": active["backend"],
+            "step_bytes": {
+                str(batch): step_bytes(arguments, batch, active["numerics"]["weight_format"])
+                for batch in arguments.batches
+            },
+        }
+
+
+def step_bytes(arguments: argparse.Namespace, batch: int, format: str) -> float:
+    """Bytes of distinct weights that a decode step reads, where every token picks experts at random."""
+    from moesaic.spec.quantised import QUANTISED
+
+    config = json.loads((arguments.folder / "config.json").read_text())
+    D, F, E = config["hidden_size"], config["intermediate_size"], config["num_experts"]
+
+    def matrix(rows: int, width: int) -> float:
+        return QUANTISED[format].matrix_bytes(rows, width) if format in QUANTISED else 2 * rows * width
+
+    seen = E * (1 - (1 - config["num_experts_per_tok"] / E) ** batch)
+    expert = 2 * matrix(F, D) + matrix(D, F)
+    layer = seen * expert + 4 * matrix(D, D) + 4 * E * D
+    return config["num_hidden_layers"] * layer + matrix(config["vocab_size"], D)
+
+
+def measure_transformers(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A plain greedy loop over `model.forward` with a dynamic cache: nothing but the model's own time."""
+    import torch
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.set_verbosity_error()
+    torch.set_num_threads(arguments.threads)
+    model = AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=torch.bfloat16).eval()
+    model.set_experts_implementation(arguments.implementation)
+
+    @torch.inference_mode()
+    def run(batch: list[list[int]], num_tokens: int) -> tuple[float, float, float]:
+        ids = torch.tensor(batch)
+        start_s = time.perf_counter()
+        output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        token = output.logits[:, -1].argmax(-1, keepdim=True)
+        first_s = time.perf_counter()
+        for _ in range(num_tokens - 1):
+            output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+            token = output.logits[:, -1].argmax(-1, keepdim=True)
+        return start_s, first_s, time.perf_counter()
+
+    return {"results": collect(arguments, run)}
+
+
+def collect(arguments: argparse.Namespace, run: Any) -> dict[str, list[float]]:
+    """Every figure `runs` times after a warm-up; keys name what was varied."""
+    results: dict[str, list[float]] = {}
+    for repetition in range(-1, arguments.runs):
+        for batch in arguments.batches:
+            chosen = prompts(batch, DECODE_PROMPT_LEN, arguments.vocab, repetition + 1)
+            _, first_s, end_s = run(chosen, arguments.decode)
+            rate = batch * (arguments.decode - 1) / (end_s - first_s)
+            if repetition >= 0:
+                results.setdefault(f"decode_tokens_per_s_batch_{batch}", []).append(rate)
+        chosen = prompts(1, arguments.prefill, arguments.vocab, repetition + 1)
+        start_s, first_s, _ = run(chosen, 1)
+        if repetition >= 0:
+            name = f"prefill_tokens_per_s_{arguments.prefill}"
+            results.setdefault(name, []).append(arguments.prefill / (first_s - start_s))
+    return results
+
+
+def run_child(arguments: argparse.Namespace, engine: str, **chosen: str) -> dict[str, Any] | None:
+    """Measure in a process of its own; None when that setting does not run here."""
+    command = [sys.executable, __file__, "--child", engine]
+    for name in ("folder", "threads", "decode", "prefill", "runs", "vocab"):
+        command += [f"--{name}", str(getattr(arguments, name))]
+    command += ["--batches", ",".join(map(str, arguments.batches))]
+    for name, value in chosen.items():
+        command += [f"--{name}", value]
+    print(f"measuring {engine} {' '.join(chosen.values())}", file=sys.stderr, flush=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        print(f"  failed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        return None
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All engines in turn, `--rounds` times; samples of all rounds together, by engine and setting."""
+    samples: dict[str, dict[str, list[float]]] = {}
+    facts: dict[str, Any] = {}
+    bandwidth: list[float] = []
+    for _ in range(arguments.rounds):
+        bandwidth.append(read_bandwidth(arguments.threads))
+        for format in arguments.formats:
+            found = run_child(arguments, "moesaic", format=format)
+            if found is None:
+                raise SystemExit("moesaic did not run; see above")
+            name = f"moesaic {format}"
+            facts[name] = {key: found[key] for key in ("numerics_digest", "backend", "step_bytes")}
+            _extend(samples.setdefault(name, {}), found["results"])
+            if arguments.llamacpp is not None:
+                print(f"measuring llama.cpp {GGUF_TYPES[format]}", file=sys.stderr, flush=True)
+                other = measure_llamacpp(
+                    arguments.llamacpp,
+                    quantised(arguments.llamacpp, arguments.folder, format),
+                    threads=arguments.threads,
+                    batches=arguments.batches,
+                    prompt=DECODE_PROMPT_LEN,
+                    decode=arguments.decode,
+                    prefill=arguments.prefill,
+                    runs=arguments.runs,
+                )
+                _extend(samples.setdefault(f"llama.cpp {GGUF_TYPES[format]}", {}), other)
+        for implementation in () if arguments.no_transformers else IMPLEMENTATIONS:
+            found = run_child(arguments, "transformers", implementation=implementation)
+            if found is not None:
+                _extend(samples.setdefault(f"transformers {implementation}", {}), found["results"])
+        bandwidth.append(read_bandwidth(arguments.threads))
+    figures = {
+        name: {key: _spread(values) for key, values in of_engine.items()}
+        for name, of_engine in samples.items()
+    }
+    return {"figures": figures, "facts": facts, "read_bytes_per_s": _spread(bandwidth)}
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes a second at which `threads` threads read a buffer in huge pages, the best of some passes."""
+    from moesaic.kernels.measure.memory import allocate, reader
+
+    buffer, _ = allocate(2**30, "huge", threads)
+    read, _ = reader(buffer, threads)
+    best = math.inf
+    for _ in range(8):
+        start_s = time.perf_counter()
+        read()
+        best = min(best, time.perf_counter() - start_s)
+    return buffer.nbytes / best
+
+
+def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ours over each peer, by figure, and the share of the read bandwidth that a decode step reaches."""
+    figures, rows = result["figures"], []
+    peers = [name for name in figures if not name.startswith("moesaic")]
+    for ours in (name for name in figures if name.startswith("moesaic")):
+        format = ours.removeprefix("moesaic ")
+        for key, spread in figures[ours].items():
+            row: dict[str, Any] = {"format": format, "figure": key, "ours": spread}
+            llama = f"llama.cpp {GGUF_TYPES[format]}"
+            if llama in figures and key in figures[llama]:
+                row["llama.cpp"] = figures[llama][key]
+                row["over llama.cpp"] = spread["median"] / figures[llama][key]["median"]
+            others = [figures[name][key] for name in peers if name.startswith("transformers")]
+            if others:
+                row["transformers"] = max(others, key=lambda one: one["median"])
+                row["over transformers"] = spread["median"] / row["transformers"]["median"]
+            batch = key.removeprefix("decode_tokens_per_s_batch_")
+            if batch != key:
+                step_bytes = result["facts"][ours]["step_bytes"][batch]
+                rate = spread["median"] / int(batch) * step_bytes
+                row["share of read bandwidth"] = rate / result["read_bytes_per_s"]["median"]
+            rows.append(row)
+    return rows
+
+
+def _extend(into: dict[str, list[float]], more: dict[str, list[float]]) -> None:
+    for key, values in more.items():
+        into.setdefault(key, []).extend(values)
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="where the checkpoint is, or is to be written"
+    )
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--expert-width", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=50304)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--formats", type=lambda text: tuple(text.split(",")), default=FORMATS)
+    parser.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))), default=(1, 4, 16))
+    parser.add_argument("--decode", type=int, default=32, help="tokens per request")
+    parser.add_argument("--prefill", type=int, default=512, help="prompt tokens")
+    parser.add_argument("--runs", type=int, default=3, help="repetitions per process, after a warm-up")
+    parser.add_argument("--rounds", type=int, default=2, help="processes per engine")
+    parser.add_argument("--llamacpp", type=Path, help="folder with llama.cpp's programs")
+    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", choices=("moesaic", "transformers"), help=argparse.SUPPRESS)
+    parser.add_argument("--implementation", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--format", default="bfloat16", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.child:
+        child = measure_moesaic if arguments.child == "moesaic" else measure_transformers
+        print(json.dumps(child(arguments)))
+        return
+    if not (arguments.folder / "config.json").is_file():
+        print(f"writing the checkpoint to {arguments.folder}", file=sys.stderr)
+        sizes = {name: getattr(arguments, name) for name in ("layers", "experts", "hidden", "vocab")}
+        write_checkpoint(arguments.folder, olmoe_config(expert_width=arguments.expert_width, **sizes))
+    from importlib.metadata import version
+
+    from moesaic.audit.bench.report import describe_machine, describe_versions, load_average
+
+    before = load_average()
+    result = compare(arguments)
+    result |= {
+        "rows": ratios(result),
+        "checkpoint": json.loads((arguments.folder / "config.json").read_text()),
+        "threads": arguments.threads,
+        "routing": "random weights: nearly uniform",
+        "machine": describe_machine(),
+        "versions": describe_versions() | {"transformers": version("transformers")},
+        "load_before": before,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+        return
+    for row in result["rows"]:
+        ours = row["ours"]
+        line = f"{row['format']:10s} {row['figure']:28s} {ours['median']:8.2f}"
+        line += f" [{ours['min']:.2f} .. {ours['max']:.2f}]"
+        for peer in ("llama.cpp", "transformers"):
+            if peer in row:
+                line += f"   {peer} {row[peer]['median']:8.2f} ({row[f'over {peer}']:.2f}x)"
+        if "share of read bandwidth" in row:
+            line += f"   {row['share of read bandwidth']:.0%} of the read bandwidth"
+        print(line)
+    print(f"reads {result['read_bytes_per_s']['median'] / 1e9:.1f} GB/s with {arguments.threads} threads")
+    print(f"{result['machine']['cpu']}; load before {before:.1f}; {result['versions']}")
+
+
+if __name__ == "__main__":
+    main()
