@@ -27,15 +27,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from fakes_ranks import (
-    Ranks,
-    Returns,
-    ask_experts,
-    drive_shuffled,
-    in_turns,
-    random_copies,
-    serve_experts,
-)
+from fakes_ranks import drive_shuffled, in_turns, random_copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -47,8 +39,10 @@ from moesaic.experts.ffn import LoopFfn
 from moesaic.experts.router import Router
 from moesaic.experts.store import ExpertLoader
 from moesaic.kernels.ops import Ops, choose
+from moesaic.parallel.dispatch.exchange import Exchange, Returns
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
+from moesaic.parallel.transport import MemoryWires
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
 from moesaic.spec.model import GateSpec, MoeSpec
 from moesaic.spec.numerics import DType, Numerics, preset
@@ -153,18 +147,38 @@ def make_plan(kind: str, num_ranks: int, seed: int = 0) -> ExpertPlan:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class World:
+    """All ranks in one thread."""
+
+    wires: MemoryWires
+    sides: list[Exchange]
+    plan: ExpertPlan
+
+    def num_bytes(self) -> tuple[int, int]:
+        """Sent and returned by all ranks."""
+        traffic = [side.transport.traffic for side in self.sides]
+        return sum(int(one.send_bytes.sum()) for one in traffic), sum(
+            int(one.collect_bytes.sum()) for one in traffic
+        )
+
+
 def make_ranks(
     model: Model, plan: ExpertPlan, num_ranks: int, *, returns: Returns = "choices", seed: int = 0
-) -> Ranks:
+) -> World:
     rng = np.random.default_rng(seed)
-    tables = [random_copies(plan, at, rng) for at in range(len(model.layers))]
-    return Ranks(model.layers, model.numerics, plan, tables=tables, num_ranks=num_ranks, returns=returns)
+    slots = [random_copies(plan, at, rng) for at in range(len(model.layers))]
+    wires = MemoryWires(num_ranks)
+    sides = [
+        Exchange(model.layers, model.numerics, plan, wires.transport(rank), returns=returns, slots=slots)
+        for rank in range(num_ranks)
+    ]
+    return World(wires=wires, sides=sides, plan=plan)
 
 
 def rank_steps(
     model: Model,
-    ranks: Ranks,
-    plan: ExpertPlan,
+    world: World,
     tokens_per_rank: Sequence[int],
     *,
     num_micro_batches: int = 1,
@@ -173,8 +187,8 @@ def rank_steps(
     """The generators of each rank, one per micro-batch."""
     all_steps = []
     for rank, x_TD in enumerate(model.x_TD.split(list(tokens_per_rank))):
-        side = ranks.side(rank)
-        routed = Staged(tokens=side, experts=side, ffn=model.ffn(plan, rank), num_chunks=num_chunks)
+        side, ffn = world.sides[rank], model.ffn(world.plan, rank)
+        routed = Staged(tokens=side, experts=side, ffn=ffn, num_chunks=num_chunks)
         parts = x_TD.tensor_split(num_micro_batches)
         all_steps.append([model.forward(routed, part, at) for at, part in enumerate(parts)])
     return all_steps
@@ -210,7 +224,7 @@ def test_any_placement_gives_the_bits_of_one_rank(
 ) -> None:
     model, plan = make_model(dtype, num_choices), make_plan(kind, num_ranks)
     ranks = make_ranks(model, plan, num_ranks, returns=returns)
-    steps = rank_steps(model, ranks, plan, TOKENS_PER_RANK[num_ranks])
+    steps = rank_steps(model, ranks, TOKENS_PER_RANK[num_ranks])
     y_TD = torch.cat(drive_ready([one for (one,) in steps]))
     assert num_different(y_TD, on_one_rank(model)) == 0
 
@@ -224,7 +238,7 @@ def test_micro_batches_and_chunks_give_the_bits_of_one_batch(
     model, plan = make_model(dtype), make_plan("replicated", 4)
     ranks = make_ranks(model, plan, 4)
     steps = rank_steps(
-        model, ranks, plan, TOKENS_PER_RANK[4], num_micro_batches=num_micro_batches, num_chunks=num_chunks
+        model, ranks, TOKENS_PER_RANK[4], num_micro_batches=num_micro_batches, num_chunks=num_chunks
     )
     if how == "strict turns over all":
         parts = drive([one for of_rank in steps for one in of_rank], TIMEOUT_S)
@@ -255,7 +269,7 @@ def test_every_token_alone_gives_the_bits_of_the_batch(dtype: DType) -> None:
 def test_weights_on_the_input_travel_with_the_rows(returns: Returns) -> None:
     model, plan = make_model("float32", 4, "input"), make_plan("random", 3)
     ranks = make_ranks(model, plan, 3, returns=returns)
-    y_TD = torch.cat(drive_ready([one for (one,) in rank_steps(model, ranks, plan, TOKENS_PER_RANK[3])]))
+    y_TD = torch.cat(drive_ready([one for (one,) in rank_steps(model, ranks, TOKENS_PER_RANK[3])]))
     assert num_different(y_TD, on_one_rank(model)) == 0
     assert num_different(y_TD, on_one_rank(make_model("float32", 4))) > y_TD.numel() // 2
 
@@ -265,29 +279,10 @@ def test_split_roles_give_the_bits_of_one_rank() -> None:
     model = make_model("float32")
     plan = make_plan("replicated", 2, seed=3)
     plan = replace(plan, slot_rank=tuple(ranks + 2 for ranks in plan.slot_rank))
-    ranks = Ranks(model.layers, model.numerics, plan, num_ranks=4, token_ranks=(0, 1), expert_ranks=(2, 3))
-
-    @dataclass(frozen=True)
-    class Asking(RoutedExperts):
-        rank: int
-
-        def forward(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Steps[Tensor]:
-            return ask_experts(ranks.side(self.rank), x_TD, routing, tag)
-
-    num_micro_batches = 3
-    askers = [
-        in_turns(
-            [
-                model.forward(Asking(rank), part, at)
-                for at, part in enumerate(x.tensor_split(num_micro_batches))
-            ]
-        )
-        for rank, x in enumerate(model.x_TD.tensor_split(2))
-    ]
-    num_batches = num_micro_batches * len(model.layers)
-    servers = [serve_experts(ranks.side(rank), model.ffn(plan, rank), num_batches) for rank in (2, 3)]
-    results = drive_shuffled([*askers, *servers], seed=11)
-    y_TD = torch.cat([part for parts in results[:2] for part in parts])
+    world = make_ranks(model, plan, 4)
+    steps = rank_steps(model, world, [130, 130, 0, 0], num_micro_batches=3)
+    results = drive_shuffled([in_turns(of_rank) for of_rank in steps], seed=11)
+    y_TD = torch.cat([part for parts in results for part in parts])
     assert num_different(y_TD, on_one_rank(model)) == 0
 
 
@@ -307,7 +302,6 @@ def test_no_placement_split_or_order_of_arrival_changes_a_bit(data: st.DataObjec
     steps = rank_steps(
         model,
         ranks,
-        plan,
         sizes,
         num_micro_batches=data.draw(st.integers(1, 3), label="micro-batches"),
         num_chunks=data.draw(st.integers(1, 2), label="chunks"),
@@ -315,8 +309,7 @@ def test_no_placement_split_or_order_of_arrival_changes_a_bit(data: st.DataObjec
     # Not even the turns of one rank's own micro-batches need an order here: every box has an address.
     parts = drive_shuffled([one for of_rank in steps for one in of_rank], seed)
     assert num_different(torch.cat(parts), on_one_rank(model)) == 0
-    assert not ranks.inbox
-    assert not ranks.outbox
+    assert not ranks.wires.boxes
 
 
 # ---- a dispatcher by itself: experts that return their input ----
@@ -336,7 +329,7 @@ def test_identity_experts_make_a_dispatcher_the_identity(num_ranks: int, returns
     ranks = make_ranks(model, plan, num_ranks, returns=returns)
     steps = []
     for rank, x_TD in enumerate(model.x_TD.split(TOKENS_PER_RANK[num_ranks])):
-        side = ranks.side(rank)
+        side = ranks.sides[rank]
         experts_TK = model.routers[1](x_TD).experts_TK
         routing = Routing(experts_TK=experts_TK, weights_TK=weights.expand(len(x_TD), 6))
         steps.append(
@@ -363,7 +356,7 @@ def test_an_expert_with_one_row_and_experts_with_none() -> None:
     for rank, size in enumerate(TOKENS_PER_RANK[4]):
         rows, start = slice(start, start + size), start + size
         part = Routing(experts_TK=experts_TK[rows], weights_TK=routing.weights_TK[rows])
-        side = ranks.side(rank)
+        side = ranks.sides[rank]
         routed = Staged(tokens=side, experts=side, ffn=model.ffn(plan, rank))
         steps.append(routed.forward(model.x_TD[rows], part, make_tag(1), None))
     assert num_different(torch.cat(drive_ready(steps)), expected) == 0
@@ -373,30 +366,42 @@ def test_one_token_and_three_idle_ranks() -> None:
     model, plan = make_model("float32"), make_plan("contiguous", 4)
     ranks = make_ranks(model, plan, 4)
     one = replace(model, x_TD=model.x_TD[:1])
-    steps = [one for (one,) in rank_steps(one, ranks, plan, [0, 0, 1, 0])]
+    steps = [one for (one,) in rank_steps(one, ranks, [0, 0, 1, 0])]
     assert num_different(torch.cat(drive_ready(steps)), on_one_rank(model)[:1]) == 0
 
 
 def test_a_rank_that_stays_away_is_named() -> None:
     model, plan = make_model("float32"), make_plan("contiguous", 2)
     ranks = make_ranks(model, plan, 2)
-    (present,), _ = rank_steps(model, ranks, plan, [130, 130])
+    (present,), _ = rank_steps(model, ranks, [130, 130])
     with pytest.raises(PeerLost, match=r"rank 1 did not answer .* stage send"):
         drive([present], TIMEOUT_S)
 
 
-def test_bytes_on_the_wire() -> None:
+def test_bytes_on_the_wire_are_the_rows_and_the_jobs_and_nothing_else() -> None:
     """A row goes once to each rank; subtrees cost fewer values than choices where ranks hold runs."""
     model, plan = make_model("float32"), make_plan("contiguous", 2)
     sent, returned = {}, {}
     for returns in ("choices", "subtrees"):
-        ranks = make_ranks(model, plan, 2, returns=returns)
-        drive_ready([one for (one,) in rank_steps(model, ranks, plan, [130, 130])])
-        sent[returns], returned[returns] = ranks.sent_bytes, ranks.returned_bytes
-    row_bytes, num_layers = WIDTH * 4, 2
-    assert sent["choices"] == sent["subtrees"] <= NUM_TOKENS * num_layers * row_bytes
-    # Half of the experts are on the other rank, so about half of the choices come back over the wire.
-    assert returned["choices"] == pytest.approx(NUM_TOKENS * num_layers * 8 / 2 * row_bytes, rel=0.1)
+        world = make_ranks(model, plan, 2, returns=returns)
+        routings: list[tuple[int, Tensor]] = []
+        for rank, side in enumerate(world.sides):
+            spied = side.send
+
+            def send(
+                x_TD: Tensor, routing: Routing, *rest: object, at=rank, send=spied, to=routings
+            ) -> object:
+                to.append((at, routing.experts_TK))
+                return send(x_TD, routing, *rest)
+
+            side.send = send  # type: ignore[method-assign]
+        drive_ready([one for (one,) in rank_steps(model, world, [130, 130])])
+        sent[returns], returned[returns] = world.num_bytes()
+    head, job_bytes, row_bytes = 32, 16, WIDTH * 4
+    away = [(experts_TK < NUM_EXPERTS // 2) == (rank == 1) for rank, experts_TK in routings]
+    num_rows, num_jobs = sum(int(x.any(1).sum()) for x in away), sum(int(x.sum()) for x in away)
+    assert sent["choices"] == sent["subtrees"] == 4 * head + num_rows * row_bytes + num_jobs * job_bytes
+    assert returned["choices"] == 4 * head + num_jobs * row_bytes
     assert returned["subtrees"] < 0.8 * returned["choices"]
 
 
@@ -410,7 +415,7 @@ def test_one_partial_sum_per_rank_is_caught(num_choices: int) -> None:
     wrong = replace(model, numerics=replace(model.numerics, combine="per_rank"))
     plan = make_plan("random", 3)
     y_TD = torch.cat(
-        drive_ready([one for (one,) in rank_steps(wrong, make_ranks(wrong, plan, 3), plan, [87, 87, 86])])
+        drive_ready([one for (one,) in rank_steps(wrong, make_ranks(wrong, plan, 3), [87, 87, 86])])
     )
     assert torch.allclose(y_TD, on_one_rank(model), rtol=1e-4, atol=1e-4)  # the same terms ...
     assert num_different(y_TD, on_one_rank(model)) > y_TD.numel() // 4  # ... in another order

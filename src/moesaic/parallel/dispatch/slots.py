@@ -1,0 +1,81 @@
+"""Where the experts of a plan are, as tables that a dispatcher gathers from: no search on the hot path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.errors import ConfigError
+from moesaic.placement.choice import choice_table
+from moesaic.spec.experts import ExpertPlan
+from moesaic.spec.model import MoeSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerTable:
+    """One layer's slots and the copy that each token of an expert goes to.
+
+    Shapes:  rank_P [P], local_P [P] (the slot's number on its rank), expert_P [P]; slots_EV [E, V]: token
+             number t of expert e goes to slot slots_EV[e, t mod V].
+    """
+
+    spec: MoeSpec
+    rank_P: Tensor
+    local_P: Tensor
+    expert_P: Tensor
+    slots_EV: Tensor
+    num_slots: tuple[int, ...]  # by rank
+
+    def choose(self, experts_TK: Tensor, first: int) -> Tensor:
+        """The slot of every choice [T, K], of tokens that are numbered from `first`."""
+        num_variants = self.slots_EV.shape[1]
+        if num_variants == 1:
+            return self.slots_EV[:, 0][experts_TK]
+        turn_T1 = (torch.arange(len(experts_TK)) + first).remainder(num_variants).unsqueeze(-1)
+        return self.slots_EV[experts_TK, turn_T1]
+
+
+def layer_tables(
+    moe_layers: Sequence[tuple[int, MoeSpec]],
+    plan: ExpertPlan,
+    num_ranks: int,
+    *,
+    slots: Sequence[Tensor] | None = None,
+) -> dict[int, LayerTable]:
+    """The tables of all MoE layers; `slots` replaces the plan's shares by other tables [E, V].
+
+    Raises: ConfigError where an expert has no slot, or a slot names a rank or an expert that there is not.
+    """
+    tables = {}
+    for at, (layer_idx, spec) in enumerate(moe_layers):
+        experts, ranks = plan.slot_expert[at], plan.slot_rank[at]
+        lost = sorted(set(range(spec.num_experts)) - set(experts.tolist()))
+        if lost:
+            raise ConfigError(
+                f"the expert plan gives no slot to experts {lost} of layer {layer_idx}; each needs one"
+            )
+        if int(experts.max()) >= spec.num_experts or int(ranks.max()) >= num_ranks:
+            raise ConfigError(
+                f"layer {layer_idx} of the expert plan names expert {int(experts.max())} and rank "
+                f"{int(ranks.max())}; the layer has {spec.num_experts} experts and the layout {num_ranks} "
+                "ranks"
+            )
+        local_P = np.empty_like(experts)
+        num_slots = []
+        for rank in range(num_ranks):
+            mine = np.flatnonzero(ranks == rank)
+            local_P[mine] = np.arange(len(mine))
+            num_slots.append(len(mine))
+        tables[layer_idx] = LayerTable(
+            spec=spec,
+            rank_P=torch.from_numpy(ranks.copy()),
+            local_P=torch.from_numpy(local_P),
+            expert_P=torch.from_numpy(experts.copy()),
+            slots_EV=torch.from_numpy(choice_table(plan, at)) if slots is None else slots[at],
+            num_slots=tuple(num_slots),
+        )
+    return tables
