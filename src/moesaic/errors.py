@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import partial
 
 
 class MoesaicError(Exception):
@@ -83,6 +84,11 @@ class PeerLost(MoesaicError):
             "its requests can be sent again"
         )
         self.rank, self.layer_idx, self.stage, self.seconds = rank, layer_idx, stage, seconds
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickles: a rank tells the controller whom it lost."""
+        named = {name: getattr(self, name) for name in ("rank", "layer_idx", "stage", "seconds")}
+        return partial(type(self), **named), ()
 
 
 class CollectiveTimeout(PeerLost):

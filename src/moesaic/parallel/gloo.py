@@ -1,0 +1,102 @@
+"""Messages over gloo: for every exchange one collective of sizes and one of bytes, both asynchronous.
+
+Sizes and bytes have groups of their own, and so has each lane: within a group the order of collectives is
+that of the exchanges, whoever looks at what when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from moesaic.errors import PeerLost
+from moesaic.parallel.mesh import Mesh
+from moesaic.parallel.transport import Arrival, Purpose, Traffic, Transport
+
+
+class GlooTransport(Transport):
+    """One rank's end. The number of lanes is fixed at the start: groups are made by all ranks at once."""
+
+    def __init__(self, mesh: Mesh, *, num_lanes: int) -> None:
+        self.rank = mesh.rank
+        self.num_ranks = mesh.num_ranks
+        self.traffic = Traffic(mesh.rank, mesh.num_ranks)
+        self._mesh = mesh
+        self._groups = [
+            (mesh.group(f"lane {lane} sizes"), mesh.group(f"lane {lane} bytes")) for lane in range(num_lanes)
+        ]
+        self._last: list[_GlooArrival | None] = [None] * num_lanes
+
+    def exchange(self, parts: Sequence[Tensor], *, lane: int, purpose: Purpose) -> Arrival:
+        """Start the exchange of sizes; that of bytes follows when they are known."""
+        self.traffic.count(purpose.stage, parts)
+        arrival = _GlooArrival(self._mesh, self._groups[lane], self._last[lane], parts, purpose)
+        self._last[lane] = arrival
+        return arrival
+
+
+class _GlooArrival(Arrival):
+    def __init__(
+        self,
+        mesh: Mesh,
+        groups: tuple[Any, Any],
+        before: _GlooArrival | None,
+        parts: Sequence[Tensor],
+        purpose: Purpose,
+    ) -> None:
+        self._mesh = mesh
+        self._purpose = purpose
+        self._before = before
+        self._sizes = [part.numel() for part in parts]
+        self._out = torch.cat(list(parts))
+        self._in_sizes = torch.empty(len(parts), dtype=torch.int64)
+        self._group = groups[1]
+        self._received = torch.empty(0, dtype=torch.uint8)
+        self._bytes: Any = None
+        self._is_over = False
+        out_sizes = torch.tensor(self._sizes)
+        self._sizes_work = dist.all_to_all_single(self._in_sizes, out_sizes, group=groups[0], async_op=True)
+
+    def ready(self) -> bool:
+        if self._bytes is None:
+            if not self._sizes_work.is_completed() or (self._before is not None and not self._before.ready()):
+                return False
+            self._start()
+        return self._is_over or self._bytes.is_completed()
+
+    def wait(self, timeout_s: float) -> None:
+        if self._is_over:
+            return
+        if self._before is not None:  # bytes travel in the order of the exchanges
+            self._before.wait(timeout_s)
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            if self._bytes is None:
+                self._sizes_work.wait(timeout)
+                self._start()
+            self._bytes.wait(timeout)
+        except RuntimeError as error:
+            rank = self._mesh.missing(f"{self._purpose.stage} of layer {self._purpose.layer_idx}")
+            if rank is None:
+                raise PeerLost(
+                    rank=-1, layer_idx=self._purpose.layer_idx, stage=self._purpose.stage, seconds=timeout_s
+                ) from error
+            raise self._purpose.lost(rank, timeout_s) from error
+        self._is_over, self._before = True, None
+
+    def take(self) -> list[Tensor]:
+        assert self._bytes is not None, "taken before it was there"
+        self.wait(1.0)  # returns at once: what was ready has ended
+        return list(self._received.split(self._in_sizes.tolist()))
+
+    def _start(self) -> None:
+        sizes = self._in_sizes.tolist()
+        self._received = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._bytes = dist.all_to_all_single(
+            self._received, self._out, sizes, self._sizes, group=self._group, async_op=True
+        )

@@ -1,0 +1,124 @@
+"""The ranks of a deployment in one epoch: who I am and who the others are; the only place that makes groups.
+
+A mesh is never edited: when a rank is lost or joins, a new one with the next epoch takes its place.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed as dist
+
+from moesaic.errors import ConfigError, PeerLost
+
+START_TIMEOUT_S = 120.0  # guess: the slowest rank has imported torch by then
+ANSWER_S = 2.0  # guess: how long survivors of a failure wait for each other to say so
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """What ranks must agree on before they exchange a byte."""
+
+    version: str
+    model_digest: str
+    numerics_digest: str
+    backend: str
+    deployment_digest: str
+
+    def differences(self, other: Identity) -> list[str]:
+        """Each field that differs, with both values."""
+        return [
+            f"{name} {getattr(self, name)} and {getattr(other, name)}"
+            for name in self.__slots__
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Mesh:
+    """Ranks 0 to num_ranks - 1 over one store.
+
+    Owns:    the process group; `close` ends it.
+    """
+
+    rank: int
+    num_ranks: int
+    epoch: int
+    store: dist.Store
+    _groups: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def join(
+        cls,
+        *,
+        rank: int,
+        num_ranks: int,
+        store: dist.Store,
+        epoch: int = 0,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> Mesh:
+        """Meet all other ranks; gloo for tensors on the CPU.
+
+        Raises: ConfigError for a rank beyond num_ranks; PeerLost naming a rank that did not come.
+        """
+        if not 0 <= rank < num_ranks:
+            raise ConfigError(f"rank must be in 0 to {num_ranks - 1}, got {rank}")
+        prefixed = dist.PrefixStore(f"epoch{epoch}", store)
+        mesh = cls(rank=rank, num_ranks=num_ranks, epoch=epoch, store=prefixed)
+        mesh._meet("join", timeout_s)
+        dist.init_process_group(
+            "gloo", store=prefixed, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
+        )
+        return mesh
+
+    def group(self, name: str) -> Any:
+        """The group of all ranks for one use; made on first use, in the same order everywhere."""
+        if name not in self._groups:
+            self._groups[name] = dist.new_group(backend="gloo")
+        return self._groups[name]
+
+    def agree(self, mine: Identity) -> None:
+        """Refuse ranks that would not compute the same.
+
+        Raises: ConfigError naming two ranks and what differs between them.
+        """
+        everyone: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(everyone, mine, group=self.group("control"))
+        for rank, other in enumerate(everyone):
+            if differences := everyone[0].differences(other):
+                raise ConfigError(
+                    f"ranks 0 and {rank} differ in {'; '.join(differences)}; start all with the same "
+                    "moesaic, checkpoint, options and CPU level (MOESAIC_CPU_LEVEL sets one for all)"
+                )
+
+    def missing(self, what: str, timeout_s: float = ANSWER_S) -> int | None:
+        """After a failure: the lowest rank that does not say in time that it is here; None: all do."""
+        try:
+            self._meet(f"after {what}", timeout_s)
+        except PeerLost as lost:
+            return lost.rank
+        except RuntimeError:  # the store itself is gone, and it lives in the controller
+            return None
+        return None
+
+    def close(self) -> None:
+        """Leave; others are not waited for."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _meet(self, what: str, timeout_s: float) -> None:
+        """Return when all ranks have called this.
+
+        Raises: PeerLost naming the lowest rank that has not within `timeout_s`.
+        """
+        self.store.set(f"{what}/{self.rank}", "here")
+        end_s = time.monotonic() + timeout_s
+        for rank in range(self.num_ranks):
+            while not self.store.check([f"{what}/{rank}"]):
+                if time.monotonic() > end_s:
+                    raise PeerLost(rank=rank, layer_idx=-1, stage="join", seconds=timeout_s)
+                time.sleep(_POLL_S)

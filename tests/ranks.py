@@ -1,0 +1,64 @@
+"""Processes as ranks: forked from the test, so that torch is there already; none outlives the test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from moesaic.parallel.mesh import Mesh
+
+TIMEOUT_S = 60.0
+
+
+def run_ranks(num_ranks: int, target: Callable[[Mesh], Any], *, dying: tuple[int, ...] = ()) -> list[Any]:
+    """What `target` returns on each rank, or the exception it raises; None of `dying` ranks."""
+    context: Any = multiprocessing.get_context("fork")
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    processes = [
+        context.Process(target=_run, args=(rank, num_ranks, store.port, target, pipe[1]), daemon=True)
+        for rank, pipe in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    results = []
+    for rank, (receiver, _) in enumerate(pipes):
+        if rank in dying:
+            results.append(None)
+            continue
+        assert receiver.poll(TIMEOUT_S), f"rank {rank} said nothing"
+        results.append(receiver.recv())
+    for process in processes:
+        process.join(TIMEOUT_S)
+        assert process.exitcode is not None, "a rank lives on"
+    return results
+
+
+def _run(rank: int, num_ranks: int, port: int, target: Callable[[Mesh], Any], pipe: Any) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    mesh = Mesh.join(rank=rank, num_ranks=num_ranks, store=store, timeout_s=TIMEOUT_S)
+    try:
+        pipe.send(target(mesh))
+    except Exception as error:  # noqa: BLE001 - handed to the test, which knows what it expects
+        traceback.print_exc()
+        pipe.send(error)
+    os._exit(0)  # no destructors of a forked interpreter
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "ranks are started by the test"
+    parent.join()
+    os._exit(1)
