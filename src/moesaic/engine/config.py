@@ -24,7 +24,15 @@ from moesaic.spec.numerics import DTYPE_BYTES, FORMATS, PRESETS, DType, Format, 
 from moesaic.units import format_bytes, parse_bytes
 
 KV_FRACTION = 0.7  # guess: the rest is for activations, the page cache and other processes
-_COUNTS = ("max_num_seqs", "max_model_len", "max_tokens_per_step", "max_waiting", "kv_bytes", "num_threads")
+_COUNTS = (
+    "max_num_seqs",
+    "max_model_len",
+    "max_tokens_per_step",
+    "max_waiting",
+    "kv_bytes",
+    "num_threads",
+    "num_ranks",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +52,7 @@ class EngineConfig:
     backend: str | None = None  # of the kernels, as `kernels.ops.backends`; None: the fastest here
     has_prefix_cache: bool = True
     trace_routes: bool = False  # report which experts every token chose
+    num_ranks: int = 1  # processes that share the experts; each computes requests of its own
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:

@@ -3,27 +3,63 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from moesaic.engine.config import EngineConfig, ResolvedConfig, read_environment
 from moesaic.engine.grammar import Grammars
-from moesaic.engine.link import LocalLink
+from moesaic.engine.layout import check_layout, data_parallel, describe_layout
+from moesaic.engine.link import Link, LocalLink
 from moesaic.engine.loop import Engine, Facts
 from moesaic.engine.machine import read_machine
+from moesaic.engine.rank import RankPool, RankSetup
+from moesaic.engine.ranks import Ranks
 from moesaic.engine.runner import Runner
 from moesaic.engine.worker import Worker
 from moesaic.hashing import digest
 from moesaic.kernels import huge_pages, native
+from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kv.pool import KvPool
 from moesaic.log import get_logger
-from moesaic.models.build import LoadedModel, load
+from moesaic.models.build import LoadedModel, load, model_digest, read_spec
 from moesaic.sched.key import KvKeyScope
 from moesaic.sched.ledger import KvLedger
 from moesaic.sched.scheduler import Scheduler
+from moesaic.spec.deployment import ATTENTION_AXES, EXPERT_AXES, Layout
+from moesaic.spec.model import ModelSpec
+from moesaic.spec.numerics import Numerics
 from moesaic.units import format_bytes
 
 _log = get_logger("engine")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ModelFacts:
+    """What an engine says of its model, whether that lies in one process or in many."""
+
+    spec: ModelSpec
+    numerics: Numerics
+    weight_bytes: int  # of all ranks together
+    model_digest: str
+    proof: InvarianceProof
+    notes: tuple[str, ...]
+    unused: tuple[Mapping[str, Any], ...]
+    layout: Layout
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> ModelFacts:
+        """Of a model in this process."""
+        return cls(
+            spec=model.spec,
+            numerics=model.numerics,
+            weight_bytes=model.weight_bytes,
+            model_digest=model.model_digest,
+            proof=model.proof,
+            notes=model.notes,
+            unused=model.unused_tensors,
+            layout=data_parallel(1),
+        )
 
 
 def start_engine(
@@ -36,10 +72,12 @@ def start_engine(
     """An engine that takes requests. Text stays outside: `tokenizer_digest` only keeps caches apart.
 
     Owns:    the engine must be closed; it also ends with the main thread.
-    Raises:  ConfigError, CheckpointError, HostMemoryShort, CapacityError, KernelUnavailable: all of them
-             before a request is taken.
+    Raises:  ConfigError, CheckpointError, HostMemoryShort, CapacityError, KernelUnavailable, PeerLost: all of
+             them before a request is taken.
     """
     config = config.with_environment(read_environment())
+    if config.num_ranks > 1:
+        return _start_on_ranks(config, tokenizer_digest, grammars).start()
     machine = read_machine()
     model = load(
         config.model,
@@ -67,6 +105,54 @@ def assemble(
     grammars: Grammars | None = None,
 ) -> Engine:
     """The parts of an engine around a loaded model, not yet started."""
+    pool = KvPool(model.spec, model.numerics, config.num_blocks)
+    worker = Worker(
+        Runner(model.decoder, pool), model.spec, grammars=grammars, traces_routes=config.trace_routes
+    )
+    return _engine(ModelFacts.of(model), config, LocalLink(worker), tokenizer_digest, grammars)
+
+
+def _start_on_ranks(config: EngineConfig, tokenizer_digest: str, grammars: Grammars | None) -> Engine:
+    """An engine whose model lies in several processes of this machine, each with requests of its own."""
+    machine, layout = read_machine(), data_parallel(config.num_ranks)
+    spec = read_spec(config.model)
+    check_layout(layout, spec)
+    setups = [
+        RankSetup(
+            config=config,
+            layout=layout,
+            plan=None,
+            num_threads=max(1, config.threads(machine) // config.num_ranks),
+            available_bytes=machine.available_bytes // config.num_ranks,
+            grammars=grammars,
+        )
+        for _ in range(config.num_ranks)
+    ]
+    ranks = Ranks(setups)
+    try:
+        ready = ranks.await_ready()
+        digests = {name: digest for one in ready for name, digest in one.tensor_digests.items()}
+        facts = ModelFacts(
+            spec=spec,
+            numerics=ready[0].numerics,
+            weight_bytes=sum(one.weight_bytes for one in ready),
+            model_digest=model_digest(spec, digests),
+            proof=ready[0].proof,
+            notes=ready[0].notes,
+            unused=ready[0].unused,
+            layout=layout,
+        )
+        resolved = config.resolve(spec, facts.numerics, read_machine())
+        ranks.start_pools(RankPool(config=resolved))
+    except BaseException:
+        ranks.close()
+        raise
+    return _engine(facts, resolved, ranks, tokenizer_digest, grammars)
+
+
+def _engine(
+    model: ModelFacts, config: ResolvedConfig, link: Link, tokenizer_digest: str, grammars: Grammars | None
+) -> Engine:
     scope = KvKeyScope(
         model_digest=model.model_digest,
         numerics_digest=model.numerics.digest(),
@@ -80,14 +166,12 @@ def assemble(
         scope=scope,
         has_prefix_cache=config.has_prefix_cache,
     )
-    pool = KvPool(model.spec, model.numerics, config.num_blocks)
-    worker = Worker(
-        Runner(model.decoder, pool), model.spec, grammars=grammars, traces_routes=config.trace_routes
-    )
     notes = _notes(model, config, has_prefix_cache=ledger.has_prefix_cache)
+    ranks = model.layout.num_ranks
     for line in (
         f"weights {format_bytes(model.weight_bytes)} ({model.numerics.formats.default.weight}), "
         f"backend {model.numerics.backend}",
+        *([f"{ranks} ranks: {describe_layout(model.layout)}"] if ranks > 1 else []),
         config.describe_kv(),
         model.proof.summary(),
         *notes,
@@ -96,14 +180,19 @@ def assemble(
     return Engine(
         spec=model.spec,
         config=config,
-        scheduler=Scheduler(ledger, config.limits),
-        link=LocalLink(worker),
+        scheduler=Scheduler(
+            ledger,
+            config.limits,
+            num_replicas=model.layout.attention.size("dp"),
+            num_micro_batches=model.layout.num_micro_batches,
+        ),
+        link=link,
         facts=Facts(weight_bytes=model.weight_bytes, active=describe(model, config, notes)),
         grammars=grammars,
     )
 
 
-def _notes(model: LoadedModel, config: ResolvedConfig, *, has_prefix_cache: bool) -> list[str]:
+def _notes(model: ModelFacts, config: ResolvedConfig, *, has_prefix_cache: bool) -> list[str]:
     """What was asked for, or could be expected, and is not active, and what loading changed."""
     notes = [*model.notes, *config.notes]
     if config.has_prefix_cache and not has_prefix_cache:
@@ -118,7 +207,7 @@ def _notes(model: LoadedModel, config: ResolvedConfig, *, has_prefix_cache: bool
     return notes
 
 
-def describe(model: LoadedModel, config: ResolvedConfig, notes: list[str]) -> dict[str, Any]:
+def describe(model: ModelFacts, config: ResolvedConfig, notes: list[str]) -> dict[str, Any]:
     """What runs, as plain values: the content of `/v1/internal/active`."""
     numerics, limits = model.numerics, config.limits
     return {
@@ -149,10 +238,11 @@ def describe(model: LoadedModel, config: ResolvedConfig, notes: list[str]) -> di
             "seconds": model.proof.seconds,
         },
         "layout": {
-            "attention": {"dp": 1, "kvp": 1, "tp": 1},
-            "experts": {"ep": 1, "tp": 1},
-            "dispatcher": "local",
-            "num_ranks": 1,
+            "attention": {axis: model.layout.attention.size(axis) for axis in ATTENTION_AXES},
+            "experts": {axis: model.layout.experts.size(axis) for axis in EXPERT_AXES},
+            "dispatcher": model.layout.dispatcher,
+            "returns": model.layout.returns,
+            "num_ranks": model.layout.num_ranks,
         },
         "num_threads": config.num_threads,
         "kv": {
@@ -168,8 +258,5 @@ def describe(model: LoadedModel, config: ResolvedConfig, notes: list[str]) -> di
             "max_waiting": limits.max_waiting,
         },
         "not_active": notes,
-        "unused_tensors": [
-            {"name": tensor.key, "bytes": tensor.num_bytes, "reason": tensor.reason}
-            for tensor in model.accounting.unused
-        ],
+        "unused_tensors": list(model.unused),
     }

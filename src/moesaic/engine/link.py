@@ -36,6 +36,10 @@ class Link(Protocol):
         """Tell the workers that these requests are over, when no plan follows that would."""
         ...
 
+    def close(self) -> None:
+        """Let the workers go; nothing is sent after it."""
+        ...
+
 
 class LocalLink:
     """The worker lives in this process and computes when its result is asked for."""
@@ -55,3 +59,6 @@ class LocalLink:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Pass on."""
         self._worker.forget(request_ids)
+
+    def close(self) -> None:
+        """Nothing to let go: the worker ends with what holds it."""

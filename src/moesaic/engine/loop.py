@@ -178,6 +178,7 @@ class Engine:
             left = [RequestEvent(request_id=i, finish_reason="error", error=end) for i in self._owners]
             events = [*self._take_outbox(), *left]
         self._tell(events)
+        self._link.close()
 
     def _turn(self) -> bool:
         """One step, or a rest until there is something to do. False: the engine ends."""

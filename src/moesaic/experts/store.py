@@ -99,15 +99,13 @@ class ExpertLoader:
                 and for a format that no kernel takes.
         """
         self._specs = dict(moe_layers)
-        self._plan = (
-            contiguous_plan(tuple(spec.num_experts for _, spec in moe_layers), 1) if plan is None else plan
-        )
+        self._plan = _plan_or_all(moe_layers, plan)
         self._rank = rank
-        self._arenas: dict[int, Arena] = {}
-        slots = _slots_of_rank(self._plan, rank, tuple(self._specs))
-        for layer_idx, spec in moe_layers:
-            held = sorted(set(slots[layer_idx]))
-            self._arenas[layer_idx] = Arena.allocate(spec, formats, layer_idx, held)
+        held = held_experts(moe_layers, plan, rank)
+        self._arenas = {
+            layer_idx: Arena.allocate(spec, formats, layer_idx, held[layer_idx])
+            for layer_idx, spec in moe_layers
+        }
         self._missing = {
             (layer_idx, logical_id, part)
             for layer_idx, arena in self._arenas.items()
@@ -241,6 +239,22 @@ class ResidentStore(ExpertStore):
             layer_idx: tuple(self._weights[layer_idx][logical_id] for logical_id in ids)
             for layer_idx, ids in slots.items()
         }
+
+
+def held_experts(
+    moe_layers: Sequence[tuple[int, MoeSpec]], plan: ExpertPlan | None, rank: int
+) -> dict[int, tuple[int, ...]]:
+    """The logical experts that a rank holds, ascending, by layer; without a plan all.
+
+    Raises: ConfigError for a plan of another number of layers or with sliced experts.
+    """
+    layer_idxs = tuple(layer_idx for layer_idx, _ in moe_layers)
+    slots = _slots_of_rank(_plan_or_all(moe_layers, plan), rank, layer_idxs)
+    return {layer_idx: tuple(sorted(set(ids))) for layer_idx, ids in slots.items()}
+
+
+def _plan_or_all(moe_layers: Sequence[tuple[int, MoeSpec]], plan: ExpertPlan | None) -> ExpertPlan:
+    return contiguous_plan(tuple(spec.num_experts for _, spec in moe_layers), 1) if plan is None else plan
 
 
 @lru_cache

@@ -6,16 +6,18 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from moesaic.errors import UnsupportedModelError, nearest
+from moesaic.experts.contract import ExpertSide, TokenSide
 from moesaic.experts.ffn import LoopFfn
 from moesaic.experts.router import Router
-from moesaic.experts.store import ResidentStore
+from moesaic.experts.store import ExpertLoader, ResidentStore, held_experts
 from moesaic.hashing import digest
 from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.ops import Ops, choose, default_backend
@@ -43,6 +45,7 @@ from moesaic.models.weights import (
 )
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
+from moesaic.spec.experts import ExpertPlan
 from moesaic.spec.families import RUNNABLE_TYPES, read_config
 from moesaic.spec.locate import locate_folder
 from moesaic.spec.model import (
@@ -63,6 +66,22 @@ LATENT_NORM_EPS = 1e-6
 Source: DeepSeek-V3's reference code builds them with its default, and so does transformers 5."""
 
 
+class Dispatcher(TokenSide, ExpertSide, Protocol):
+    """Both sides of one rank that has tokens and experts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Share:
+    """What one rank of several holds, and how it reaches the others.
+
+    `dispatcher` is made when the model's spec and numerics are known.
+    """
+
+    rank: int
+    plan: ExpertPlan
+    dispatcher: Callable[[ModelSpec, Numerics], Dispatcher]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoadedModel:
     """A model in memory and everything that says what it is."""
@@ -75,8 +94,26 @@ class LoadedModel:
     weight_bytes: int  # in memory, in the numerics' formats
     accounting: Accounting
     notes: tuple[str, ...]  # what loading did that the folder does not show
-    model_digest: str  # of the spec and of every byte that was read
+    tensor_digests: Mapping[str, str]  # by key, of all that this rank read
     proof: InvarianceProof
+
+    @property
+    def unused_tensors(self) -> tuple[Mapping[str, Any], ...]:
+        """What the checkpoint has and nothing reads, as plain values."""
+        return tuple(
+            {"name": tensor.key, "bytes": tensor.num_bytes, "reason": tensor.reason}
+            for tensor in self.accounting.unused
+        )
+
+    @property
+    def model_digest(self) -> str:
+        """Identity of the spec and of every byte that was read."""
+        return model_digest(self.spec, self.tensor_digests)
+
+
+def model_digest(spec: ModelSpec, tensor_digests: Mapping[str, str]) -> str:
+    """Identity of a model: its spec, and its tensors by key; of several ranks, what all have read."""
+    return digest([digest(spec), sorted(tensor_digests.items())])
 
 
 def load(
@@ -132,6 +169,7 @@ def build(
     num_threads: int,
     available_bytes: int | None = None,
     progress: Progress | None = None,
+    share: Share | None = None,
 ) -> LoadedModel:
     """A model of `spec` from an opened checkpoint; what `load` does once it knows the spec.
 
@@ -139,7 +177,9 @@ def build(
     """
     names = _family(checkpoint.path, spec)
     accounting = account(checkpoint, spec, names)
-    check_memory(checkpoint, accounting, numerics, available_bytes)
+    plan = None if share is None else share.plan
+    held = held_experts(spec.moe_layers, plan, 0 if share is None else share.rank)
+    check_memory(checkpoint, accounting, numerics, held, available_bytes)
     ops = choose(numerics, num_threads=num_threads)
     proof = ops.prove(
         matmul_shapes(accounting, numerics),
@@ -148,18 +188,27 @@ def build(
             _head_widths(layer.mixer) for layer in spec.layers if isinstance(layer.mixer, GqaSpec | MlaSpec)
         ],
     )
-    weights = read_weights(checkpoint, spec, numerics, accounting, progress)
+    experts = None
+    if spec.moe_layers:
+        experts = ExpertLoader(
+            spec.moe_layers, numerics.formats, plan=plan, rank=0 if share is None else share.rank
+        )
+    weights = read_weights(checkpoint, spec, numerics, accounting, experts, progress)
+    if share is None:
+        dispatcher: Dispatcher = Local(spec.moe_layers, numerics)
+    else:
+        dispatcher = share.dispatcher(spec, numerics)
     decoding = decoding_note(checkpoint, accounting, numerics)
     return LoadedModel(
         spec=spec,
         numerics=numerics,
         ops=ops,
-        decoder=_decoder(spec, weights, ops),
+        decoder=_decoder(spec, weights, ops, dispatcher),
         store=weights.store,
-        weight_bytes=weight_bytes_of(accounting, numerics),
+        weight_bytes=weight_bytes_of(accounting, numerics, held),
         accounting=accounting,
         notes=() if decoding is None else (decoding,),
-        model_digest=digest([digest(spec), checkpoint.digest()]),
+        tensor_digests=checkpoint.digests(),
         proof=proof,
     )
 
@@ -188,8 +237,8 @@ def _head_widths(mixer: GqaSpec | MlaSpec) -> tuple[int, int]:
     return mixer.head_dim, mixer.head_dim
 
 
-def _decoder(spec: ModelSpec, weights: Weights, ops: Ops) -> Decoder:
-    parts = _Parts(spec, weights, ops)
+def _decoder(spec: ModelSpec, weights: Weights, ops: Ops, dispatcher: Dispatcher) -> Decoder:
+    parts = _Parts(spec, weights, ops, dispatcher)
     return Decoder(
         embedding_VD=weights.model["embedding"],
         layers=[parts.layer(layer_idx, layer) for layer_idx, layer in enumerate(spec.layers)],
@@ -208,12 +257,12 @@ def _decoder(spec: ModelSpec, weights: Weights, ops: Ops) -> Decoder:
 class _Parts:
     """Makes the layers of one model; what layers share (rope tables, the dispatcher) is made once."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, dispatcher: Dispatcher) -> None:
         self.spec = spec
         self.weights = weights
         self.ops = ops
         self.ropes: dict[RopeSpec, RopeTable] = {}
-        self.dispatcher = Local(spec.moe_layers, ops.numerics)
+        self.dispatcher = dispatcher
         self.num_moe = 0
 
     def layer(self, layer_idx: int, layer: LayerSpec) -> DecoderLayer:

@@ -32,8 +32,7 @@ class Checkpoint(Headers):
 
     def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
         super().__init__(path, tensors)
-        self._hashers: dict[str, Any] = {}
-        self._num_hashed: dict[str, int] = {}
+        self._digests: dict[str, str] = {}
 
     def read(self, name: str, *, shape: tuple[int, ...] | None = None) -> Tensor:
         """The tensor, in its stored dtype and in memory of its own.
@@ -41,30 +40,26 @@ class Checkpoint(Headers):
         Raises: CheckpointError as `stored` does; for a file that ends early; for NaN or infinity.
         """
         tensor = self.stored(name, shape=shape)
-        return self._read_bytes(tensor, tensor.shape, offset=0, num_bytes=tensor.num_bytes)
+        return self._read_bytes(tensor, name, tensor.shape, offset=0, num_bytes=tensor.num_bytes)
 
     def read_item(
         self, name: str, idx: int, *, shape: tuple[int, ...] | None = None, is_packed: bool = False
     ) -> Tensor:
-        """Item `idx` along the first dim; read them in ascending order, or the tensor is not hashed whole.
+        """Item `idx` along the first dim; each item has a digest of its own.
 
         Raises: CheckpointError as `read` does.
         """
         tensor = self.stored(name, shape=shape, is_packed=is_packed)
         num_bytes = tensor.num_bytes // tensor.shape[0]
-        return self._read_bytes(tensor, tensor.shape[1:], offset=idx * num_bytes, num_bytes=num_bytes)
+        key, offset = f"{name}[{idx}]", idx * num_bytes
+        return self._read_bytes(tensor, key, tensor.shape[1:], offset=offset, num_bytes=num_bytes)
 
-    def digest(self) -> str:
-        """Identity of the tensors that were read: names, dtypes, shapes and bytes (SHA-256)."""
-        return digest(
-            [
-                [name, self.tensors[name].dtype, list(self.tensors[name].shape), hasher.hexdigest()]
-                for name, hasher in sorted(self._hashers.items())
-            ]
-        )
+    def digests(self) -> dict[str, str]:
+        """Identity (dtype, shape, SHA-256 of the bytes) of each tensor, or item of one, that was read."""
+        return dict(self._digests)
 
     def _read_bytes(
-        self, tensor: StoredTensor, shape: tuple[int, ...], *, offset: int, num_bytes: int
+        self, tensor: StoredTensor, key: str, shape: tuple[int, ...], *, offset: int, num_bytes: int
     ) -> Tensor:
         out = torch.empty(shape, dtype=FLOAT_DTYPES.get(tensor.dtype, torch.uint8))
         flat: Any = out.view(-1).view(torch.uint8).numpy()  # shares out's memory
@@ -84,17 +79,11 @@ class Checkpoint(Headers):
                 f"{tensor.file} ends inside {tensor.name}: {num_read} of {num_bytes} bytes read; the file "
                 "was cut short, so copy or download it again"
             )
-        self._hash(tensor.name, view, offset)
+        if key not in self._digests:  # a second look does not change the identity
+            self._digests[key] = digest([tensor.dtype, list(shape), hashlib.sha256(view).hexdigest()])
         if out.is_floating_point():
             check_finite(tensor, out, first=offset // out.element_size())
         return out
-
-    def _hash(self, name: str, data: memoryview, offset: int) -> None:
-        if self._num_hashed.get(name, 0) != offset:
-            return  # read before: a second look does not change the identity
-        hasher = self._hashers.setdefault(name, hashlib.sha256())
-        hasher.update(data)
-        self._num_hashed[name] = offset + len(data)
 
 
 def check_finite(tensor: StoredTensor, values: Tensor, *, first: int) -> None:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Self
 
 from moesaic.errors import CheckpointError, nearest
+from moesaic.hashing import digest
 from moesaic.spec.folder import INDEX_FILE, explain_adapter, explain_pickles, pickle_names
 from moesaic.spec.safetensors import StoredTensor, read_header
 
@@ -27,6 +28,10 @@ class Headers:
     def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self.path = path
         self.tensors = tensors
+
+    def header_digest(self) -> str:
+        """Identity of what is declared: names, dtypes and shapes; the bytes are not read."""
+        return digest([[name, one.dtype, list(one.shape)] for name, one in sorted(self.tensors.items())])
 
     @classmethod
     def open(cls, path: str | Path) -> Self:

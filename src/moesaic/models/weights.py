@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import cast
@@ -28,14 +28,22 @@ Progress = Callable[[int, int], None]
 """Told the bytes of the checkpoint that were read, and all that will be."""
 
 
+Held = Mapping[int, Sequence[int]]
+"""The logical experts that are kept in memory here, by layer."""
+
+
 def check_memory(
-    checkpoint: Checkpoint, accounting: Accounting, numerics: Numerics, available_bytes: int | None
+    checkpoint: Checkpoint,
+    accounting: Accounting,
+    numerics: Numerics,
+    held: Held,
+    available_bytes: int | None,
 ) -> None:
     """Refuse a load that cannot end well, before it starts; `available_bytes` None: not checked.
 
     Raises: HostMemoryShort with what is needed and what there is.
     """
-    weight_bytes = weight_bytes_of(accounting, numerics)
+    weight_bytes = weight_bytes_of(accounting, numerics, held)
     read_bytes = max(_read_bytes(checkpoint, filling) for filling in accounting.fillings)
     need = weight_bytes + read_bytes
     kept = numerics.formats.default.weight
@@ -61,7 +69,7 @@ def _read_bytes(checkpoint: Checkpoint, filling: Filling) -> int:
     return (num_bytes + decoded) // filling.shape[0]
 
 
-def weight_bytes_of(accounting: Accounting, numerics: Numerics) -> int:
+def weight_bytes_of(accounting: Accounting, numerics: Numerics, held: Held) -> int:
     """Bytes of the weights in memory."""
     tied = next((one for one in accounting.fillings if one.name == "embedding"), None)
     has_head = any(one.name == "head" for one in accounting.fillings)
@@ -69,7 +77,7 @@ def weight_bytes_of(accounting: Accounting, numerics: Numerics) -> int:
     head_bytes = 0
     if tied is not None and not has_head and format in QUANTISED:
         head_bytes = QUANTISED[format].matrix_bytes(*tied.shape)
-    return head_bytes + sum(_kept_bytes(filling, numerics) for filling in accounting.fillings)
+    return head_bytes + sum(_kept_bytes(filling, numerics, held) for filling in accounting.fillings)
 
 
 def decoding_note(checkpoint: Checkpoint, accounting: Accounting, numerics: Numerics) -> str | None:
@@ -78,7 +86,8 @@ def decoding_note(checkpoint: Checkpoint, accounting: Accounting, numerics: Nume
     if not packed:
         return None
     stored = sum(_stored_bytes(checkpoint, filling) for filling in packed)
-    kept = sum(_kept_bytes(filling, numerics) for filling in packed)
+    everything = {i: range(filling.shape[0]) for filling in packed if (i := filling.layer_idx) is not None}
+    kept = sum(_kept_bytes(filling, numerics, everything) for filling in packed)
     formats = ", ".join(sorted({str(filling.packed) for filling in packed}))
     weight = numerics.formats.default.weight
     how = "and rounded to" if weight in QUANTISED else "exactly, to"
@@ -88,13 +97,17 @@ def decoding_note(checkpoint: Checkpoint, accounting: Accounting, numerics: Nume
     )
 
 
-def _kept_bytes(filling: Filling, numerics: Numerics) -> int:
+def _kept_bytes(filling: Filling, numerics: Numerics, held: Held) -> int:
     """Bytes of a parameter in memory."""
-    if filling.half == "experts" and filling.expert_id is None:
-        assert filling.layer_idx is not None, "experts belong to a layer"
-        pairs = [numerics.formats.of_expert(filling.layer_idx, i) for i in range(filling.shape[0])]
-        return sum(_bytes_in(filling, filling.shape[1:], pair.weight) for pair in pairs)
-    return _bytes_in(filling, filling.shape, _kept(filling, numerics))
+    if filling.half != "experts":
+        return _bytes_in(filling, filling.shape, _kept(filling, numerics))
+    assert filling.layer_idx is not None, "experts belong to a layer"
+    ids = held[filling.layer_idx]
+    if filling.expert_id is not None:
+        is_held = filling.expert_id in ids
+        return _bytes_in(filling, filling.shape, _kept(filling, numerics)) if is_held else 0
+    formats = [numerics.formats.of_expert(filling.layer_idx, i).weight for i in ids]
+    return sum(_bytes_in(filling, filling.shape[1:], format) for format in formats)
 
 
 def _bytes_in(filling: Filling, shape: tuple[int, ...], format: Format) -> int:
@@ -228,13 +241,16 @@ def read_weights(
     spec: ModelSpec,
     numerics: Numerics,
     accounting: Accounting,
+    experts: ExpertLoader | None,
     progress: Progress | None,
 ) -> Weights:
-    """Stream the checkpoint; at most one tensor is held outside its place at any time."""
+    """Stream the checkpoint; at most one tensor is held outside its place at any time.
+
+    `experts` takes those of the sparse layers; what it does not need is not read.
+    """
     model: dict[str, Tensor] = {}
     head_VD: Weight | None = None
     layers: tuple[dict[str, dict[str, Weight]], ...] = tuple({} for _ in spec.layers)
-    experts = ExpertLoader(spec.moe_layers, numerics.formats) if spec.moe_layers else None
     room = _Room()
     num_read, total = 0, sum(_stored_bytes(checkpoint, filling) for filling in accounting.fillings)
     for filling in accounting.fillings:
@@ -279,11 +295,15 @@ def _read_experts(checkpoint: Checkpoint, filling: Filling, experts: ExpertLoade
     layer_idx = filling.layer_idx
     assert layer_idx is not None, "experts belong to a layer"
     if filling.expert_id is not None:
+        if not experts.needs(layer_idx, filling.expert_id):
+            return
         tensor = checkpoint.read(filling.key, shape=filling.shape)
         experts.put(layer_idx, filling.expert_id, cast(Part, filling.name), tensor)
         return
     assert filling.stacked is not None, "a tensor that is not of one expert holds all of a layer"
     for expert_id in range(filling.shape[0]):
+        if not experts.needs(layer_idx, expert_id):
+            continue
         tensor = _read_stacked(checkpoint, filling, expert_id)
         if not filling.name.startswith("gate_up"):
             experts.put(layer_idx, expert_id, cast(Part, filling.name), tensor)

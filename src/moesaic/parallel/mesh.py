@@ -24,10 +24,9 @@ class Identity:
     """What ranks must agree on before they exchange a byte."""
 
     version: str
-    model_digest: str
-    numerics_digest: str
+    checkpoint: str
+    numerics: str
     backend: str
-    deployment_digest: str
 
     def differences(self, other: Identity) -> list[str]:
         """Each field that differs, with both values."""

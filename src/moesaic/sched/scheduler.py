@@ -78,9 +78,20 @@ class Scheduler:
     """
 
     def __init__(
-        self, ledger: KvLedger, limits: Limits, *, num_replicas: int = 1, max_in_flight: int = 1
+        self,
+        ledger: KvLedger,
+        limits: Limits,
+        *,
+        num_replicas: int = 1,
+        num_micro_batches: int = 1,
+        max_in_flight: int = 1,
     ) -> None:
-        for name, value in (("num_replicas", num_replicas), ("max_in_flight", max_in_flight)):
+        counts = {
+            "num_replicas": num_replicas,
+            "num_micro_batches": num_micro_batches,
+            "max_in_flight": max_in_flight,
+        }
+        for name, value in counts.items():
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         self.limits = limits
@@ -88,6 +99,7 @@ class Scheduler:
         self.plan_version = 0  # of the expert plan; set by whoever replaces it
         self._policy = AdmissionPolicy(max_waiting=limits.max_waiting)
         self._max_in_flight = max_in_flight
+        self._num_micro_batches = num_micro_batches
         ledgers = [ledger, *(ledger.twin() for _ in range(num_replicas - 1))]
         self.replicas = tuple(
             Replica(one, max_num_seqs=limits.max_num_seqs, max_tokens_per_step=limits.max_tokens_per_step)
@@ -173,7 +185,7 @@ class Scheduler:
             step_id=self._num_planned,
             epoch=self.epoch,
             plan_version=self.plan_version,
-            batches=tuple(_batch(pairs) for pairs in filled),
+            batches=tuple(_batch(pairs, self._num_micro_batches) for pairs in filled),
             admitted=tuple(admitted),
             retired=self.take_retired(),
         )
@@ -306,6 +318,15 @@ class Scheduler:
         return num_needed if max_tokens is not None else min(context, capacity + 1)
 
 
-def _batch(placed: Sequence[Placed]) -> BatchPlan:
+def _batch(placed: Sequence[Placed], num_micro_batches: int) -> BatchPlan:
+    """The rows in micro-batches of about as many tokens each; every replica has all, if only empty ones."""
     rows = tuple(row for _, row in placed)
-    return BatchPlan(rows=rows, micro_batches=(slice(0, len(rows)),) if rows else (), bucket=None)
+    num_tokens, parts, start, taken = sum(row.num_tokens for row in rows), [], 0, 0
+    for i in range(1, num_micro_batches + 1):
+        stop = start
+        while stop < len(rows) and taken * num_micro_batches < num_tokens * i:
+            taken += rows[stop].num_tokens
+            stop += 1
+        parts.append(slice(start, stop))
+        start = stop
+    return BatchPlan(rows=rows, micro_batches=tuple(parts), bucket=None)

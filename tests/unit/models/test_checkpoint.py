@@ -61,28 +61,33 @@ def test_items_are_slices_of_the_first_dim(tmp_path: Path) -> None:
     assert torch.equal(torch.stack(items), TENSORS["a.weight"])
 
 
-def test_digest_is_the_weights(tmp_path: Path) -> None:
-    def digest_of(
-        folder: str, tensors: dict[str, torch.Tensor], num_files: int = 1, by_item: bool = False
-    ) -> str:
-        write_tensors(tmp_path / folder, tensors, num_files)
-        checkpoint = Checkpoint.open(tmp_path / folder)
-        for name in sorted(tensors, reverse=num_files > 1):
-            if by_item and name == "a.weight":
-                for i in range(3):
-                    checkpoint.read_item(name, i)
-            else:
-                checkpoint.read(name)
-            checkpoint.read(name)  # a second look changes nothing
-        return checkpoint.digest()
+def digests_of(folder: Path, tensors: dict[str, torch.Tensor], num_files: int = 1) -> dict[str, str]:
+    folder.mkdir()
+    write_tensors(folder, tensors, num_files)
+    checkpoint = Checkpoint.open(folder)
+    for name in sorted(tensors, reverse=num_files > 1):
+        checkpoint.read(name)
+        checkpoint.read(name)  # a second look changes nothing
+    return checkpoint.digests()
 
-    for folder in "abcd":
-        (tmp_path / folder).mkdir()
+
+def test_digests_are_the_weights(tmp_path: Path) -> None:
     changed = TENSORS | {"a.weight": TENSORS["a.weight"].clone().index_fill_(1, torch.tensor(3), 7.0)}
-    base = digest_of("a", TENSORS)
-    assert digest_of("b", TENSORS, num_files=2) == base
-    assert digest_of("c", TENSORS, by_item=True) == base
-    assert digest_of("d", changed) != base
+    base = digests_of(tmp_path / "a", TENSORS)
+    assert base.keys() == TENSORS.keys()
+    assert digests_of(tmp_path / "b", TENSORS, num_files=2) == base
+    other = digests_of(tmp_path / "c", changed)
+    assert [name for name in base if other[name] != base[name]] == ["a.weight"]
+
+
+def test_items_have_digests_whoever_reads_which_of_them(tmp_path: Path) -> None:
+    write_tensors(tmp_path, TENSORS)
+    whole, *parts = (Checkpoint.open(tmp_path) for _ in range(3))
+    for i in (0, 1, 2):
+        whole.read_item("a.weight", i)
+        parts[i % 2].read_item("a.weight", i)
+    assert parts[0].digests() | parts[1].digests() == whole.digests()
+    assert len(set(whole.digests().values())) == 3
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -16,10 +16,12 @@ from hash_model import (
     tokens_group,
     window_group,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moesaic.errors import ConfigError, KvExhausted, RequestError
 from moesaic.sched.request import Request
-from moesaic.sched.scheduler import Limits, Scheduler
+from moesaic.sched.scheduler import Limits, Scheduler, _batch
 from moesaic.sched.step import RowPlan, StepPlan, StepResult
 
 TOKENS = [tokens_group()]
@@ -157,7 +159,7 @@ def test_replicas_get_requests_evenly_and_every_plan_names_all_of_them() -> None
     scheduler.add(make_request("r5", [1], max_tokens=1), 0.0)
     plan = step(scheduler, model, owner)
     assert [len(batch.rows) for batch in plan.batches] == [1, 0, 0]
-    assert plan.batches[1].micro_batches == ()
+    assert plan.batches[1].micro_batches == (slice(0, 0),)  # takes part all the same
 
 
 # -- how requests end ----------------------------------------------------------------------------------
@@ -563,3 +565,27 @@ def test_what_a_request_holds_does_not_depend_on_its_routes() -> None:
         held.append(scheduler.replicas[0].ledger.usage())
     assert held[0] == held[1]
     assert held[0].held_bytes == {"a": (3 * 64,)}
+
+
+@given(st.lists(st.integers(1, 40), max_size=9), st.integers(1, 4))
+def test_micro_batches_cover_the_rows_in_order_and_share_the_tokens(sizes: list[int], count: int) -> None:
+    placed = [(None, row_of(size)) for size in sizes]
+    batch = _batch(placed, count)  # type: ignore[arg-type]
+    parts = batch.micro_batches
+    assert len(parts) == count
+    assert [row for part in parts for row in batch.rows[part]] == list(batch.rows)
+    tokens = [sum(row.num_tokens for row in batch.rows[part]) for part in parts]
+    assert max(tokens) <= sum(sizes) / count + max(sizes, default=0)
+
+
+def row_of(num_tokens: int) -> RowPlan:
+    return RowPlan(
+        request_id="r",
+        start_idx=0,
+        num_tokens=num_tokens,
+        is_sampled=True,
+        token_ids=(1,) * num_tokens,
+        blocks=(),
+        state_from=None,
+        state_to=None,
+    )
