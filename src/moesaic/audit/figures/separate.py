@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +18,14 @@ from moesaic.cost.pingpong import Stage, fit_line, pipeline_seconds
 from moesaic.cost.profile import PAPER
 from moesaic.cost.term import seconds_by_name
 from moesaic.cost.two_sided import Sides, TwoSides, stage
+from moesaic.errors import CapacityError
 from moesaic.planner.demand import Demand, Objective
 from moesaic.planner.disaggregate import grids
 from moesaic.planner.pools import Refused
 from moesaic.planner.price import Pricer
 from moesaic.planner.question import format_choices
 from moesaic.planner.space import Knob
+from moesaic.spec.hardware import Cluster, Fact
 from moesaic.spec.hardware import cluster as cluster_of
 from moesaic.spec.hardware import machine as machine_of
 
@@ -125,13 +128,21 @@ class Together(NamedTuple):
 CARDS_PER_NODE = 8
 
 
-def together(model: str, pp: int, machine: str, context: int, slo_ms: float) -> Together:
-    """Tensor parallel on nodes of eight, one pipeline stage a node."""
-    cards = cluster_of(f"{machine}x{CARDS_PER_NODE}x{pp}")
+def together(
+    model: str, pp: int, machine: str, context: int, slo_ms: float, network: float | None = None
+) -> Together:
+    """Tensor parallel on nodes of eight, one pipeline stage a node.
+
+    Raises: CapacityError when no batch holds the time.
+    """
+    cards = _cards(f"{machine}x{CARDS_PER_NODE}x{pp}", network)
     split = Split(tp=CARDS_PER_NODE, expert_tp=CARDS_PER_NODE, pp=pp)
     batches = np.arange(pp, fullest(model, cards, split, context) + 1, pp, dtype=np.float64)
     seconds = np.asarray(decode_seconds(model, cards, split, batches, context))
-    idx = int(np.flatnonzero(seconds <= slo_ms / 1e3 * (1 + 1e-3))[-1])
+    held = np.flatnonzero(seconds <= slo_ms / 1e3 * (1 + 1e-3))
+    if not held.size:
+        raise CapacityError(f"{model} on {cards}: no batch has a step of at most {slo_ms} ms")
+    idx = int(held[-1])
     parts = seconds_by_name(decode(model, cards, split, float(batches[idx]), context))
     layers = len(model_of(model).layers)
     reduces = float(parts["attention_all_reduce"] + parts["ffn_all_reduce"])
@@ -189,19 +200,36 @@ def gain_of_separation(plans: Sequence[Plan], machine: str, context: int, slo_ms
     return [min(gains), max(gains)]
 
 
-def _priced(name: str, attention: str, experts: str) -> tuple[Pricer, Pricer]:
+def _cards(text: str, network_bytes_per_s: float | None) -> Cluster:
+    """A cluster, with another network than its machine file's if one is given."""
+    cards = cluster_of(text)
+    if network_bytes_per_s is None:
+        return cards
+    fact = Fact(value=network_bytes_per_s, source="the figure's input")
+    facts = {**cards.machine.facts, "network_bytes_per_s": fact}
+    return replace(cards, machine=replace(cards.machine, facts=facts))
+
+
+def _priced(name: str, attention: str, experts: str, network: float | None) -> tuple[Pricer, Pricer]:
     both = {
-        one: Pricer(model=model_of(name), cluster=cluster_of(f"{one}x8x6"), profile=PAPER, shares=EVEN)
+        one: Pricer(model=model_of(name), cluster=_cards(f"{one}x8x6", network), profile=PAPER, shares=EVEN)
         for one in dict.fromkeys((attention, experts))
     }
     return both[attention], both[experts]
 
 
 def searched(
-    name: str, attention: str, experts: str, objective: Objective, prompt: int, output: int, slo_ms: float
+    name: str,
+    attention: str,
+    experts: str,
+    objective: Objective,
+    prompt: int,
+    output: int,
+    slo_ms: float,
+    network: float | None = None,
 ) -> tuple[float, TwoSides] | None:
     """The best plan with one expert a node: its value and its grid; None where nothing holds the time."""
-    pricers = _priced(name, attention, experts)
+    pricers = _priced(name, attention, experts, network)
     demand = Demand(isl=prompt, osl=output, tpot_s=slo_ms / 1e3, objective=objective)
     choice = format_choices(model_of(name), "stored", "bfloat16", None)[0]
     pins: dict[Knob, int] = {"ep": experts_of(name).num_experts, "num_redundant": 0}
@@ -224,6 +252,41 @@ def searched_tp(models: Sequence[str], machine: str, prompt: int, output: int, s
     grids_found = [plan[1] for plan in plans if plan is not None]
     attention = [int(grid.tp) for grid in grids_found]
     return [min(attention), max(attention), max(int(grid.expert_tp) for grid in grids_found)]
+
+
+@figure("S004-105")
+def gain_of_pair_by_price(
+    models: Sequence[str],
+    machines: Sequence[str],
+    prompt: int,
+    output: int,
+    slo_ms: float,
+    network_bytes_per_s: float,
+    most_nodes: int,
+) -> list[float]:
+    """Tokens per price of attention on the first machine and experts on the second, by the best of all with
+    both on the same cards of either: least and most over the models."""
+    gains = []
+    for name in models:
+        apart = searched(name, *machines, "per-price", prompt, output, slo_ms, network_bytes_per_s)
+        same = max(
+            _together_by_price(name, pp, one, prompt + output // 2, slo_ms, network_bytes_per_s)
+            for one in machines
+            for pp in range(1, most_nodes + 1)
+        )
+        gains.append(0.0 if apart is None or not same else apart[0] / same)
+    return [min(gains), max(gains)]
+
+
+def _together_by_price(
+    name: str, pp: int, machine: str, context: int, slo_ms: float, network: float
+) -> float:
+    """Tokens per second and price of both on the same cards; 0 where the model does not fit or is too slow."""
+    try:
+        one = together(name, pp, machine, context, slo_ms, network)
+    except CapacityError:
+        return 0.0
+    return one.tokens_per_s / one.num_cards / machine_of(machine).number("price", 1.0)
 
 
 @figure("S004-106", holds=lambda ranks: all(one["best"] and one["reverse_worst"] for one in ranks.values()))
