@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,12 +59,12 @@ def _reading(dump: Dump, model: ModelSpec | None) -> list[Finding]:
     if model is not None:
         silent = sorted(set(dict(model.moe_layers)) - set(dump.sparse_layers))
         if silent and dump.sparse_layers:
-            text = (
-                f"layer {silent[0]} and {len(silent) - 1} more have experts in the model and counted nothing"
-            )
+            have = "has" if len(silent) == 1 else "have"
+            text = f"{_first(silent)} {have} experts in the model and counted nothing"
             found.append(Finding(level="fault", kind="silent layers", message=text))
     if dump.num_padded:
-        text = f"{dump.num_padded} entries are no choice (padding) and were left out"
+        are, were = ("y is", "was") if dump.num_padded == 1 else ("ies are", "were")
+        text = f"{dump.num_padded} entr{are} no choice (padding) and {were} left out"
         found.append(Finding(level="note", kind="padding", message=text))
     top_k = model.moe_layers[0][1].experts_per_token if model and model.moe_layers else None
     if dump.columns is not None and top_k is not None and dump.columns < top_k:
@@ -122,22 +123,23 @@ def _totals(dump: Dump, rows: FloatArray, top_k: int | None) -> list[Finding]:
     return found
 
 
+def _first(layers: Sequence[int]) -> str:
+    return f"layer {layers[0]}" + (f" and {len(layers) - 1} more" if len(layers) > 1 else "")
+
+
 def _experts(dump: Dump, rows: FloatArray, top_k: int | None) -> list[Finding]:
     """What a router does not do by itself."""
     found = []
     layers = dump.sparse_layers
     constant = np.flatnonzero(rows.max(axis=1) == rows.min(axis=1))
     if len(constant):
-        text = (
-            f"all experts count the same in layer {layers[constant[0]]} and {len(constant) - 1} more: "
-            "made up?"
-        )
+        text = f"all experts count the same in {_first([layers[idx] for idx in constant])}: made up?"
         found.append(Finding(level="fault", kind="constant layers", message=text))
     twins = [i for i in range(1, len(rows)) if i not in constant and np.array_equal(rows[i], rows[i - 1])]
     if twins:
         text = (
             f"layers {layers[twins[0] - 1]} and {layers[twins[0]]} have the same counts, {len(twins)} "
-            "such pairs"
+            f"such pair{'s' if len(twins) > 1 else ''}"
         )
         found.append(Finding(level="fault", kind="repeated layers", message=text))
     dead = rows == 0
@@ -153,8 +155,8 @@ def _experts(dump: Dump, rows: FloatArray, top_k: int | None) -> list[Finding]:
             found.append(Finding(level="fault", kind="missing rank", message=text))
     if dead.any():
         text = (
-            f"{int(dead.sum())} experts were never chosen, in {int(dead.any(axis=1).sum())} of "
-            f"{len(rows)} layers"
+            f"{int(dead.sum())} expert{' was' if dead.sum() == 1 else 's were'} never chosen, in "
+            f"{int(dead.any(axis=1).sum())} of {len(rows)} layer{'s' if len(rows) > 1 else ''}"
         )
         found.append(Finding(level="warning", kind="dead experts", message=text))
     for k in (top_k,) if top_k else (2, 4, 6, 8):

@@ -236,6 +236,14 @@ def test_warnings_and_notes():
     assert "dense layers" in kinds(dump(np.concatenate([np.zeros((1, 16)), sound()])), "note")
 
 
+def test_messages_count_as_one_speaks():
+    counts = sound()
+    counts[2, 5] = 0
+    said = [one.message for one in check_dump(dump(counts, num_padded=1))]
+    assert "1 entry is no choice (padding) and was left out" in said
+    assert "1 expert was never chosen, in 1 of 4 layers" in said
+
+
 def test_a_model_shows_truncated_choices_and_silent_layers():
     deepseek = read_config(locate("deepseek-v3").config, name="deepseek-v3")
     counts = np.zeros((61, 256))
