@@ -177,8 +177,11 @@ class Tree:
         if literals:
             choices = sorted({c for group in literals for c in group}, key=str)
             first = type(choices[0]).__name__
-            found = {"type": SCALARS.get(first, "str")}
-            return found if "str" in names else {**found, "choices": choices}
+            # Beside a plain str the list is open: plugins register more.
+            return {"type": SCALARS.get(first, "str"), "known" if "str" in names else "choices": choices}
+        members = next((inner for name, inner in parts if name == "enum"), None)
+        if members:
+            return {"type": "str", "choices": members, "folds": True}
         for name, inner in parts:
             if name == "many":
                 return {"type": inner, "many": True}
@@ -232,6 +235,8 @@ class Tree:
                 yield "record", [n for n, a, _ in self.members(found) if a is not None and n[0] != "_"]
             elif "dict" in {_name(base) for base in found.node.bases}:
                 yield "dict", None
+            elif "Enum" in {_name(base) for base in found.node.bases}:
+                yield "enum", sorted(n for n, hint, _ in self.members(found) if hint is None and n.isupper())
             else:
                 yield "other", None
 

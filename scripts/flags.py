@@ -98,6 +98,10 @@ def unique(flags: list[Flag | None]) -> list[Flag]:
 
 # --- vLLM
 
+VLLM_REGISTRIES = {
+    "--tool-call-parser": ("_TOOL_PARSERS_TO_REGISTER", ["vllm.tool_parsers"]),
+    "--reasoning-parser": ("_REASONING_PARSERS_TO_REGISTER", ["vllm.reasoning"]),
+}
 FRONT = [f"vllm.entrypoints.{room}.cli_args" for room in ("common", "launchers", "openai")]
 
 
@@ -122,6 +126,9 @@ def read_vllm(root: Path) -> dict[str, Any]:
     )
     for flag in flags:
         _negate(flag, pairs)
+        if flag is not None and flag["name"] == "--attention-backend" and "choices" in flag:
+            flag["choices"] = ["auto", *flag["choices"]]  # read before the names of the enumeration
+    _registered(tree, flags, VLLM_REGISTRIES, "known")
     files = [engine, front, "vllm.envs"]
     return {"basis": "parser", "files": files, "flags": unique(flags), "env": _vllm_env(tree)}
 
@@ -130,32 +137,45 @@ def _config_flags(tree: Tree, module: str, owner: str) -> list[Flag | None]:
     """`group.add_argument("--x", **model_kwargs["x"])`, where model_kwargs = get_kwargs(ModelConfig)."""
     top = next(n for n in ast.walk(tree.parsed(module)) if isinstance(n, ast.ClassDef) and n.name == owner)
     add = next(n for n in top.body if isinstance(n, ast.FunctionDef) and n.name == "add_cli_args")
-    configs, removed, types = {}, {}, {}
+    configs, removed, types, renamed = {}, {}, {}, {}
     for node in ast.walk(add):
         is_call = isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
         if is_call and ast.unparse(node.value.func) == "get_kwargs":
             configs[ast.unparse(node.targets[0])] = ast.unparse(node.value.args[0])
         match ast.unparse(node) if isinstance(node, ast.Expr | ast.Assign) else "":
+            case text if found := re.match(r"(\w+) = (\w+_kwargs\['\w+'\])$", text):
+                renamed[found[1]] = found[2]
             case text if found := re.match(r"(\w+)\['(\w+)'\]\['choices'\]\.remove\((.*)\)$", text):
                 removed[found[1], found[2]] = tree.value(ast.parse(found[3], mode="eval").body, module)
-            case text if found := re.match(r"(\w+)\['(\w+)'\]\['type'\] = (.*)$", text, re.DOTALL):
-                types[found[1], found[2]] = "json" if "json.loads" in found[3] else "str"
+            case text if found := re.match(
+                r"(\w+)\['(\w+)'\]\['type'\] = (.*)$", _unnamed(text, renamed), re.DOTALL
+            ):
+                folds = "lower().replace('-', '_')" in found[3]
+                types[found[1], found[2]] = "json" if "json.loads" in found[3] else "folds" if folds else "str"
     flags = []
     for call in argument_calls(tree, module, "add_cli_args", owner):
         spread = next((k.value for k in call.keywords if k.arg is None), None)
-        found = None if spread is None else re.search(r"(\w+_kwargs)\['(\w+)'\]", ast.unparse(spread))
+        text = "" if spread is None else _unnamed(ast.unparse(spread), renamed)
+        found = re.search(r"(\w+_kwargs)\['(\w+)'\]", text)
         if found is None or found[1] not in configs:
             flags.append(read_call(tree, call, module))
             continue
         names = [tree.value(arg, module) for arg in call.args]
         flag = {**named(names), **_of_config(tree, configs[found[1]], found[2], module)}
         key = found[1], found[2]
-        if key in types:
+        if types.get(key) == "folds":  # the value is folded before it is looked up
+            flag["folds"] = True
+        elif key in types:
             flag = {k: v for k, v in flag.items() if k not in ("keys", "choices")} | {"type": types[key]}
         if key in removed:
             flag["choices"] = [c for c in flag["choices"] if c != removed[key]]
         flags.append(flag | deprecation(tree, {k.arg: k.value for k in call.keywords if k.arg}, module))
     return flags
+
+
+def _unnamed(text: str, renamed: dict[str, str]) -> str:
+    """`moe_backend_kwargs`, assigned from `kernel_kwargs['moe_backend']`, as what it was assigned from."""
+    return re.sub(r"^\w+", lambda name: renamed.get(name[0], name[0]), text)
 
 
 def _of_config(tree: Tree, class_name: str, field: str, module: str) -> Flag:
@@ -165,6 +185,18 @@ def _of_config(tree: Tree, class_name: str, field: str, module: str) -> Flag:
     hint, where = annotations[field]
     flag = read_field(tree, owner, field, hint, where)
     return {k: v for k, v in flag.items() if v is not UNKNOWN}
+
+
+def _registered(
+    tree: Tree, flags: list[Flag | None], registries: dict[str, tuple[str, list[str]]], key: str
+) -> None:
+    """Values of flags whose parser asks a registry: the keys of a dict literal somewhere else."""
+    for flag in flags:
+        expression, modules = registries.get(flag["name"] if flag else "", ("", []))
+        for module in modules:
+            found = tree.value(ast.parse(expression, mode="eval").body, module)
+            if flag is not None and isinstance(found, list) and found:
+                flag.setdefault(key, sorted(found))
 
 
 def _front_flags(tree: Tree, module: str) -> list[Flag | None]:
@@ -214,6 +246,16 @@ def _vllm_env(tree: Tree) -> dict[str, Any]:
 # --- SGLang and KTransformers' fork of it
 
 
+SGLANG_REGISTRIES = {
+    "--tool-call-parser": (
+        "FunctionCallParser.ToolCallParserEnum", ["sglang.srt.function_call.function_call_parser"],
+    ),
+    "--reasoning-parser": (
+        "ReasoningParser.DetectorMap", ["sglang.srt.parser.reasoning_parser"],
+    ),
+}  # fmt: skip
+
+
 def read_sglang(root: Path) -> dict[str, Any]:
     """`sglang.launch_server`: a list of add_argument calls, or of annotated fields in newer releases."""
     tree = Tree(root / "a")
@@ -226,6 +268,11 @@ def read_sglang(root: Path) -> dict[str, Any]:
         flags += _annotated(tree, f"sglang.srt.arg_groups.fields.{path.stem}")
     for flag in flags:
         _negate(flag, pairs=False)
+    _registered(tree, flags, SGLANG_REGISTRIES, "choices")
+    takes_auto = "choices=['auto'] +" in ast.unparse(tree.parsed(module))
+    for flag in flags:
+        if takes_auto and flag is not None and flag["name"] in SGLANG_REGISTRIES and "choices" in flag:
+            flag["choices"] = ["auto", *flag["choices"]]
     files = [module] + (["sglang.srt.arg_groups.fields"] if fields.is_dir() else [])
     files.append("sglang.srt.environ")
     return {"basis": "parser", "files": files, "flags": unique(flags), "env": _sglang_env(tree)}
@@ -376,6 +423,26 @@ def _balanced(text: str, start: int) -> str:
     raise ValueError(text[start : start + 80])
 
 
+BOOLEAN_WORDS = {
+    "is_truthy": ("on", "enabled", "true", "1"), "is_falsey": ("off", "disabled", "false", "0"),
+    "is_autoy": ("auto", "-1"),
+}  # fmt: skip
+_ELSEWHERE = re.compile(r"throw[^;]*;|is_\w+\(value\)|\((?=value ==)")
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+
+
+def _accepted(code: str) -> list[str]:
+    """The words of a handler that compares its value with words and throws at any other."""
+    if "kv_cache_type_from_str(value)" in code:
+        return list(CACHE_TYPES)
+    if "throw" not in code or re.search(r"[(=] ?value\b(?! ==)", _ELSEWHERE.sub("", code)):
+        return []
+    words = [word for word in re.findall(r'value == "([^"]*)"', code) if word]
+    for name, meant in BOOLEAN_WORDS.items():
+        words += meant if f"{name}(value)" in code else ()
+    return words
+
+
 def _llama_flag(body: str, chain: str) -> tuple[Flag | None, str | None]:
     head, _, code = body.partition("](")
     groups = re.match(r"\(\s*(\{[^{}]*\})\s*,\s*(\{[^{}]*\})?\s*,?\s*(.*)", head, re.DOTALL)
@@ -396,8 +463,12 @@ def _llama_flag(body: str, chain: str) -> tuple[Flag | None, str | None]:
         options = re.fullmatch(r"[\[{<]([a-z0-9_+|,-]+)[\]}>]", hint[1]) if hint else None
         if options and re.search(r"[|,]", options[1]):
             flag["choices"] = re.split(r"[|,]", options[1])
+        if accepted := _accepted(code):
+            flag["choices"] = list(dict.fromkeys([*flag.get("choices", []), *accepted]))
     if flag["type"] == "bool" and hint and not groups[2] and "value" in signature:
         flag["type"] = "str"
+    if "arg_removed" in code:  # still parsed, to say so
+        flag["removed"] = True
     if re.search(r"deprecated", groups[3], re.IGNORECASE):
         flag["deprecated"] = True
     examples = re.search(r"set_examples\(\{([^}]*)\}", chain)

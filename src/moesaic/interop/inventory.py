@@ -36,12 +36,15 @@ class Flag:
     aliases: tuple[str, ...] = ()
     off: tuple[str, ...] = ()  # names that switch it off
     choices: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()  # values of the release itself, where plugins may register more
+    folds: bool = False  # a value is compared without its case, and with dashes as underscores
     keys: tuple[str, ...] = ()  # of the JSON object that it takes; empty: not known
     many: bool = False  # takes every word up to the next flag
     optional: bool = False  # its value may be left out
     values: int = 1
     default: Any = None  # None: none, or computed
     deprecated: bool = False
+    removed: bool = False  # still parsed, and refused by name
     renamed_to: str | None = None
     programs: tuple[str, ...] = ()  # empty: all of the engine's
 
@@ -148,7 +151,7 @@ def choose(engine: str, version: str | None = None) -> Inventory:
 def load(engine: str, version: str) -> Inventory:
     """One inventory, read once."""
     data = json.loads((FOLDER / f"{engine}-{version}.json").read_text(encoding="utf-8"))
-    lists = ("aliases", "off", "choices", "keys", "programs")
+    lists = ("aliases", "off", "choices", "known", "keys", "programs")
     flags = []
     for one in data.pop("flags"):
         facts: dict[str, Any] = {k: tuple(map(str, v)) if k in lists else v for k, v in one.items()}
