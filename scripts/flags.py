@@ -151,7 +151,9 @@ def _config_flags(tree: Tree, module: str, owner: str) -> list[Flag | None]:
                 r"(\w+)\['(\w+)'\]\['type'\] = (.*)$", _unnamed(text, renamed), re.DOTALL
             ):
                 folds = "lower().replace('-', '_')" in found[3]
-                types[found[1], found[2]] = "json" if "json.loads" in found[3] else "folds" if folds else "str"
+                types[found[1], found[2]] = (
+                    "json" if "json.loads" in found[3] else "folds" if folds else "str"
+                )
     flags = []
     for call in argument_calls(tree, module, "add_cli_args", owner):
         spread = next((k.value for k in call.keywords if k.arg is None), None)

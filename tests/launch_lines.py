@@ -58,6 +58,27 @@ RIGHT = [
     "NCCL_DEBUG=INFO NCCL_BUFFSIZE=16777216 NCCL_MIN_NCHANNELS=16 ./build/alltoall_perf -b 8 -e 1G -f 2 -g 8",
     "mpirun -np 16 alltoall_perf -b 1M -e 8G -f 2 -g 1 -n 50 -w 10",
     "bash -c 'vllm serve m --port 9000'",
+    "vllm serve deepseek-ai/DeepSeek-V3.1 -ep -tp 8 --enable-auto-tool-choice --tool-call-parser "
+    "deepseek_v31 --chat-template examples/tool_chat_template_deepseekv31.jinja",
+    "vllm serve zai-org/GLM-4.5-Air -tp 4 --tool-call-parser glm45 --reasoning-parser glm45 "
+    "--enable-auto-tool-choice --disable-log-requests",
+    "vllm serve m --attention-backend flashinfer --moe-backend flashinfer-trtllm --linear-backend auto "
+    "--load-format runai_streamer --distributed-executor-backend ray --quantization fp8",
+    "vllm serve m --quantization ascend --distributed-executor-backend my.package.Executor "
+    "--reasoning-parser mine --reasoning-parser-plugin mine.py",
+    "vllm serve m --max-num-seqs 256 --max-num-batched-tokens 256 --max-model-len 4096 -O 3",
+    "vllm serve m -tp 8 -pcp 2 -dcp 16 --kv-offloading-size 8 --kv-offloading-backend native",
+    "python -m sglang.launch_server --model-path m --enable-hierarchical-cache --hicache-ratio 2 "
+    "--hicache-write-policy write_through --hicache-storage-backend mooncake --page-size 64 "
+    "--chunked-prefill-size 8192",
+    "python -m sglang.launch_server --model-path m --tp 8 --speculative-algorithm EAGLE "
+    "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 "
+    "--tool-call-parser glm45 --attention-backend fa3",
+    "python -m sglang.launch_server --model-path m --tp 16 --nnodes 2 --node-rank 1 --attn-dp-size 16 "
+    "--enable-two-batch-overlap --dist-init-addr a:5000 --moe-dense-tp-size 1",
+    "llama-server -m m.gguf -fa 1 -ctk q8_0 -ctv q8_0 --n-cpu-moe 28 -ngl 999 -c 0 -ub 4096 -b 4096 "
+    "-sm layer -ts 3,1 -mg 0 --numa distribute --load-mode mmap+mlock",
+    "llama-server -m m.gguf -ngl all --spec-draft-n-max 16 -md draft.gguf --reasoning-format none",
 ]
 
 WRONG = [  # line, flag, rule, part of the suggestion
@@ -192,7 +213,67 @@ WRONG = [  # line, flag, rule, part of the suggestion
         (f"llama-server -m x.gguf {flag} 1", flag, "unmerged-flag", "--n-cpu-moe")
         for flag in ("--moe-hot-count", "--lazy-experts", "--pin-hot-experts", "--moe-stream-cache")
     ),
+    # gone: replaced by something, or by nothing
+    *(
+        (f"vllm serve m {typed}", typed.split()[0], rule, part)
+        for typed, rule, part in (
+            ("--enable-reasoning", "renamed-flag", "--reasoning-parser"),
+            ("--num-scheduler-steps 8", "removed-flag", "leave it out"),
+            ("--device cuda", "removed-flag", "leave it out"),
+            ("--swap-space 4", "removed-flag", "leave it out"),
+            ("--guided-decoding-backend xgrammar", "renamed-flag", "-config.backend xgrammar"),
+            ("--rope-scaling '{}'", "renamed-flag", "--hf-overrides"),
+            ("--cuda-graph-sizes 8", "renamed-flag", "--cudagraph-capture-sizes"),
+            ("--task embed", "renamed-flag", "--runner"),
+            ("--worker-use-ray", "renamed-flag", "--distributed-executor-backend ray"),
+            ("-O '{\"level\": 3}'", "renamed-flag", "--compilation-config '{\"level\": 3}'"),
+            ("--cpu-offload-experts 4", "invented-flag", "--cpu-offload-params experts"),
+            ("--enable-ep", "invented-flag", "--enable-expert-parallel"),
+        )
+    ),
+    *(
+        (f"sglang serve --model-path m {typed}", typed.split()[0], rule, part)
+        for typed, rule, part in (
+            ("--cuda-graph-max-bs 64", "renamed-flag", "--cuda-graph-max-bs-decode 64"),
+            ("--enable-flashinfer-moe", "renamed-flag", "--moe-runner-backend flashinfer_cutlass"),
+            ("--enable-triton-kernel-moe", "renamed-flag", "--moe-runner-backend triton_kernel"),
+            ("--nsa-decode-backend fa3", "renamed-flag", "--dsa-decode-backend fa3"),
+            ("--max-micro-batch-size 4", "renamed-flag", "--pp-max-micro-batch-size 4"),
+            ("--enable-double-sparsity", "removed-flag", "leave it out"),
+        )
+    ),
+    ("llama-server -m x.gguf --cpu-moe-layers 4", "--cpu-moe-layers", "invented-flag", "--n-cpu-moe N"),
+    ("llama-server -m x.gguf --expert-parallel 4", "--expert-parallel", "other-engine", None),
+    ("llama-server -m x.gguf --draft-max 16", "--draft-max", "renamed-flag", "--spec-draft-n-max 16"),
+    ("trtllm-serve m --expert_parallel_size 8", "--expert_parallel_size", "other-engine", "--ep_size"),
+    (
+        "trtllm-serve m --enable_attention_dp",
+        "--enable_attention_dp",
+        "options-file",
+        "enable_attention_dp: true",
+    ),
+    (
+        "VLLM_ATTENTION_BACKEND=FLASHINFER vllm serve m",
+        "VLLM_ATTENTION_BACKEND",
+        "renamed-variable",
+        "--attention-backend FLASHINFER",
+    ),
+    ("VLLM_USE_V1=1 vllm serve m", "VLLM_USE_V1", "removed-variable", "leave it out"),
+    ("VLLM_ALL2ALL_BACKND=x vllm serve m", "VLLM_ALL2ALL_BACKND", "unknown-variable", "--all2all-backend x"),
     # values, types, spelling
+    ("vllm serve m --kv-cache-dtype int8", "--kv-cache-dtype", "wrong-choice", None),
+    ("vllm serve m --quantization gptq_int4", "--quantization", "wrong-choice", None),
+    ("vllm serve m --load-format gguff", "--load-format", "wrong-choice", None),
+    ("vllm serve m --attention-backend flash-atn", "--attention-backend", "wrong-choice", "FLASH_ATTN"),
+    ("vllm serve m --reasoning-parser deepseek-r1", "--reasoning-parser", "wrong-choice", "deepseek_r1"),
+    (
+        "sglang serve --model-path m --reasoning-parser deepseek_r1",
+        "--reasoning-parser",
+        "wrong-choice",
+        "deepseek-r1",
+    ),
+    ("sglang serve --model-path m --kv-cache-dtype fp8", "--kv-cache-dtype", "wrong-choice", "fp8_e4m3"),
+    ("llama-server -m x.gguf -ctk int8", "-ctk", "wrong-choice", None),
     ("vllm serve m --max-model-length 3", "--max-model-length", "unknown-flag", "--max-model-len"),
     ("vllm serve m --port abc", "--port", "wrong-value", None),
     ("vllm serve m --gpu-memory-utilization high", "--gpu-memory-utilization", "wrong-value", None),
@@ -205,7 +286,7 @@ WRONG = [  # line, flag, rule, part of the suggestion
     ("llama-server -m x.gguf -fa --jinja", "-fa", "wrong-value", "-fa on"),
     ("llama-cli -m x.gguf --port 80", "--port", "other-program", None),
     ("llama-server -m x.gguf -ot exps", "-ot", "wrong-value", "=CPU"),
-    ("sglang serve --model-path m --enable", "--enable", "ambiguous-flag", "--enable-"),
+    ("sglang serve --model-path m --enable", "--enable", "ambiguous-flag", None),
     # another engine's
     ("vllm serve m --tp-size 4", "--tp-size", "other-engine", "--tensor-parallel-size"),
     (
@@ -332,6 +413,103 @@ WRONG = [  # line, flag, rule, part of the suggestion
         "4",
     ),
     ("alltoall_perf -b 1G -e 8M", "-b", "sizes-go-down", "-b 8M"),
+    *(
+        (f"vllm serve m {typed}", flag, rule, part)
+        for typed, flag, rule, part in (
+            (
+                "-tp 8 -ep --enable-elastic-ep",
+                "--enable-elastic-ep",
+                "elastic-needs-balancer",
+                "--enable-eplb",
+            ),
+            (
+                "-tp 8 -ep --enable-elastic-ep --enable-eplb -pp 2",
+                "-pp",
+                "elastic-and-others",
+                "one of the two",
+            ),
+            (
+                "--enable-fault-tolerance --api-server-count 2",
+                "--api-server-count",
+                "one-api-server",
+                "--api-server-count 1",
+            ),
+            (
+                "--enable-auto-tool-choice",
+                "--enable-auto-tool-choice",
+                "needs-another",
+                "--tool-call-parser",
+            ),
+            ("--enable-log-outputs", "--enable-log-outputs", "needs-another", "--enable-log-requests"),
+            ("--numa-bind-nodes 0", "--numa-bind-nodes", "needs-another", "--numa-bind"),
+            ("--data-parallel-external-lb", "--data-parallel-external-lb", "needs-another", "-size N"),
+            (
+                "--kv-offloading-backend native",
+                "--kv-offloading-backend",
+                "no-effect",
+                "--kv-offloading-size",
+            ),
+            ("--cpu-offload-params experts", "--cpu-offload-params", "no-effect", "--cpu-offload-gb"),
+            ("--dbo-decode-token-threshold 8", "--dbo-decode-token-threshold", "no-effect", "--enable-dbo"),
+            ("--nnodes 2 --distributed-executor-backend ray", "--nnodes", "two-launchers", "mp"),
+            (
+                "--max-num-batched-tokens 64 --max-num-seqs 256",
+                "--max-num-batched-tokens",
+                "step-too-small",
+                "256",
+            ),
+            (
+                "--no-enable-chunked-prefill --max-num-batched-tokens 64 --max-model-len 128",
+                "--max-num-batched-tokens",
+                "step-too-small",
+                "128",
+            ),
+            ("--gpu-memory-utilization 95", "--gpu-memory-utilization", "wrong-value", None),
+            (
+                "-tp 8 -pcp 2 -dcp 4",
+                "--decode-context-parallel-size",
+                "context-parallel-divides",
+                "-size 2",
+            ),
+        )
+    ),
+    *(
+        (f"sglang serve --model-path m {typed}", flag, rule, part)
+        for typed, flag, rule, part in (
+            (
+                "--disable-radix-cache --enable-hierarchical-cache",
+                "--disable-radix-cache",
+                "one-of-two",
+                "--enable-hierarchical-cache",
+            ),
+            ("--disable-radix-cache --enable-lmcache", "--disable-radix-cache", "one-of-two", "lmcache"),
+            ("--hicache-size 8", "--hicache-size", "no-effect", "--enable-hierarchical-cache"),
+            ("--tp 6 --nnodes 4", "--nnodes", "nodes-divide", "--tp-size 8"),
+            ("--tp 8 --dp-size 2 --nnodes 2", "--dp-size", "replicas-on-one-node", "--attn-dp-size 2"),
+            ("--tp 8 --moe-dense-tp-size 4", "--moe-dense-tp-size", "wrong-value", "-size 1"),
+            (
+                "--tp 8 --enable-two-batch-overlap",
+                "--enable-two-batch-overlap",
+                "overlap-needs-transport",
+                "deepep",
+            ),
+            ("--export-metrics-to-file", "--export-metrics-to-file", "needs-another", "-dir"),
+            ("--default-priority-value 1", "--default-priority-value", "no-effect", "-scheduling"),
+            ("--retraction-policy priority", "--retraction-policy", "needs-another", "-scheduling"),
+            (
+                "--disable-cuda-graph-padding --enable-torch-compile",
+                "--disable-cuda-graph-padding",
+                "one-of-two",
+                "one of the two",
+            ),
+            ("--served-model-name a:b", "--served-model-name", "wrong-value", "a-b"),
+            ("--chunked-prefill-size 100 --page-size 64", "--chunked-prefill-size", "pages-divide", "128"),
+        )
+    ),
+    ("llama-server -m x.gguf -ngl 0 --split-mode row", "--split-mode", "no-effect", "--gpu-layers 99"),
+    ("llama-server -m x.gguf -sm none -ts 3,1", "-ts", "no-effect", "--split-mode layer"),
+    ("llama-server -m x.gguf -ub 4096", "--ubatch-size", "no-effect", "--batch-size 4096"),
+    ("llama-server -m x.gguf -ctv q8_0 -fa off", "-ctv", "needs-flash-attention", "--flash-attn on"),
     # what the model forbids
     ("vllm serve deepseek-ai/DeepSeek-V3 -tp 3", "-tp", "heads-divide", "2 or 4"),
     (

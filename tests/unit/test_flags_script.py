@@ -37,6 +37,10 @@ VLLM = {
     "vllm/config/parallel.py": """
 from typing import Literal
 Backend = Literal["a", "b", "hidden"]
+Known = Literal["own", "other"]
+class Kernel(Enum):
+    FAST_ONE = "x"
+    SLOW = "y"
 HIDDEN = "hidden"
 @config
 class BalanceConfig:
@@ -50,6 +54,9 @@ class ParallelConfig:
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     names: list[str] | None = None
     share: float | None = 0.5
+    open: Known | str = "own"
+    kernel: Kernel | None = None
+    folded: Known = "own"
 """,
     "vllm/engine/arg_utils.py": """
 from vllm.config import ParallelConfig
@@ -65,6 +72,11 @@ class EngineArgs:
         group.add_argument("--balance-config", **parallel_kwargs["balance"])
         group.add_argument("--names", **parallel_kwargs["names"])
         group.add_argument("--share", **parallel_kwargs["share"])
+        group.add_argument("--open", **parallel_kwargs["open"])
+        group.add_argument("--kernel", **parallel_kwargs["kernel"])
+        folded_kwargs = parallel_kwargs["folded"]
+        folded_kwargs["type"] = lambda s: s.lower().replace("-", "_")
+        group.add_argument("--folded", **folded_kwargs)
 class AsyncEngineArgs(EngineArgs):
     @staticmethod
     def add_cli_args(parser):
@@ -81,7 +93,9 @@ class FrontendArgs:
 def make_arg_parser(parser):
     parser.add_argument("model_tag", nargs="?")
     parser.add_argument("--headless", action="store_true", default=False)
+    parser.add_argument("--tool-call-parser", type=str)
 """,
+    "vllm/tool_parsers/__init__.py": '_TOOL_PARSERS_TO_REGISTER = {"hermes": ("a", "A"), "b": ("b", "B")}',
     "vllm/envs.py": """
 if TYPE_CHECKING:
     VLLM_SIZE: int = 60
@@ -104,6 +118,10 @@ def test_config_classes_become_flags(script, tmp_path):
     )  # fmt: skip
     assert flags["--names"] == {"name": "--names", "type": "str", "many": True}
     assert flags["--share"]["type"] == "float"
+    assert (flags["--open"]["known"], "choices" in flags["--open"]) == (["other", "own"], False)
+    assert (flags["--kernel"]["choices"], flags["--kernel"]["folds"]) == (["FAST_ONE", "SLOW"], True)
+    assert (flags["--folded"]["choices"], flags["--folded"]["folds"]) == (["other", "own"], True)
+    assert flags["--tool-call-parser"]["known"] == ["b", "hermes"]
     assert (flags["--old"]["deprecated"], flags["--old"]["renamed_to"]) == (True, "--new")
     assert (flags["--port"]["default"], flags["--allowed-origins"]["type"]) == (8000, "json")
     assert "model_tag" not in flags
@@ -120,6 +138,11 @@ class ServerArgs:
     def add_cli_args(parser):
         parser.add_argument("--size", "--n", type=int, default=ServerArgs.size, choices=CHOICES + ["z"])
         parser.add_argument("--gone", action=DeprecatedAction, help="gone")
+        parser.add_argument("--reasoning-parser", type=str, choices=["auto"] + _parsers())
+""",
+        "sglang/srt/parser/reasoning_parser.py": """
+class ReasoningParser:
+    DetectorMap: Dict[str, Type] = {"deepseek-r1": A, "qwen3": B}
 """,
         "sglang/srt/arg_groups/fields/parallel.py": """
 class Parallel:
@@ -141,6 +164,7 @@ class Envs:
         "name": "--size", "aliases": ["--n"], "type": "int", "choices": ["x", "y", "z"], "default": 4,
     }  # fmt: skip
     assert flags["--gone"]["deprecated"]
+    assert flags["--reasoning-parser"]["choices"] == ["auto", "deepseek-r1", "qwen3"]
     assert flags["--tp-size"]["aliases"] == ["--tensor-parallel-size"]
     assert flags["--mode"]["choices"] == ["auto", "on"]
     assert flags["--fast"]["type"] == "bool"
@@ -165,6 +189,31 @@ def test_common_args_become_flags(script, tmp_path):
         [](common_params & params, const std::string & value) { char c = '('; }
     ));
     add_opt(common_arg(
+        {"--fit"}, "[on|off]", "set",
+        [](common_params & params, const std::string & value) {
+            if (is_truthy(value)) { params.f = 1; } else if (is_falsey(value)) { params.f = 0; }
+            else { throw std::runtime_error(value.c_str()); }
+        }
+    ));
+    add_opt(common_arg(
+        {"--load-mode"}, "MODE", "how",
+        [](common_params & params, const std::string & value) {
+            if (value == "mmap") { params.m = MMAP; } else if (value == "dio") { params.m = DIO; }
+            else { throw std::invalid_argument("invalid value"); }
+        }
+    ));
+    add_opt(common_arg(
+        {"--layers"}, "N", "how many",
+        [](common_params & params, const std::string & value) {
+            if (value == "all") { params.n = -1; } else { params.n = std::stoi(value); }
+            if (params.n < 0) { throw std::invalid_argument("invalid value"); }
+        }
+    ));
+    add_opt(common_arg(
+        {"--draft"}, "N", "the argument has been removed",
+        [](common_params &, int) { arg_removed("use --other"); }
+    ));
+    add_opt(common_arg(
         {"--check"}, "check",
         [](common_params & params) { params.check = true; }
     ));
@@ -176,3 +225,8 @@ def test_common_args_become_flags(script, tmp_path):
     assert (flags["--jinja"]["off"], flags["--jinja"]["programs"]) == (["--no-jinja"], ["server"])
     assert flags["--flash-attn"]["choices"] == ["on", "off", "auto"]
     assert flags["--check"]["type"] == "bool"
+    words = ["on", "off", "enabled", "true", "1", "disabled", "false", "0"]
+    assert flags["--fit"]["choices"] == words
+    assert flags["--load-mode"]["choices"] == ["mmap", "dio"]
+    assert "choices" not in flags["--layers"]
+    assert (flags["--draft"]["removed"], "removed" in flags["--check"]) == (True, False)

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from moesaic import __version__
 from moesaic.cli.plan import write_text
 from moesaic.errors import ConfigError, nearest
 from moesaic.hashing import digest
 from moesaic.interop.emit import emit
 from moesaic.interop.inventory import ENGINES, TITLES
-from moesaic.interop.launch import Emission
+from moesaic.interop.launch import Emission, Lack, Launch
 from moesaic.interop.placement_file import parse_target, placement_bytes
 from moesaic.spec.deployment import Deployment, from_json
 from moesaic.spec.experts import ExpertPlan
@@ -25,8 +26,10 @@ from moesaic.spec.locate import PRESET_FOLDER, locate, preset_names
 from moesaic.spec.model import ModelSpec
 
 TARGETS = ("moesaic", *ENGINES)
+OWN_NEAREST = "one rank on this machine, in the engine's own numerics"
 PLACED = ("sglang", "trtllm")
 """Engines that read a file of where each expert is."""
+FILE_ENDINGS = (".sh", ".json", ".yaml", ".yml", ".txt")
 
 
 def emit_command(
@@ -65,7 +68,7 @@ def emit_command(
     found = from_json(_read(deployment), name=str(deployment))
     name, spec = _model(found, model)
     if target == "moesaic":
-        made = _own(found, name)
+        made = _own(found, name, version, kubernetes)
     else:
         made = emit(
             found, target, model=name, spec=spec, version=version, devices_per_node=gpus_per_node,
@@ -145,21 +148,31 @@ def _repository(name: str) -> str:
     return next((alias for alias in aliases if "/" in alias), name)
 
 
-def _own(deployment: Deployment, model: str) -> Emission:
-    reasons = deployment.not_runnable()
-    if reasons:
-        listed = "; ".join(map(str, reasons))
-        raise ConfigError(f"moesaic itself does not run this deployment yet: {listed}")
-    from moesaic import __version__
-    from moesaic.interop.launch import Launch
-
+def _own(deployment: Deployment, model: str, version: str | None, with_manifest: bool) -> Emission:
+    """Our own server; what of the deployment it does not run is left out."""
     instance = deployment.instances[0]
     launch = Launch(
         instance=instance.name, node=0, num_nodes=1, count=1, env={}, words=("moesaic", "serve", model)
     )
+    lacks = [
+        Lack(path=one.path, value=one.value, reason=one.message, nearest=OWN_NEAREST)
+        for one in deployment.not_runnable()
+    ]
+    if with_manifest:
+        reason = "moesaic has no manifest: a LeaderWorkerSet is for other engines"
+        lacks.append(
+            Lack(
+                path="instances[0]",
+                value="--kubernetes",
+                reason=reason,
+                nearest="the line without a manifest",
+            )
+        )
+    is_other = version is not None and version.removeprefix("v") != __version__
+    note = f"the options of moesaic {version} are not known; this line is of {__version__}, installed here"
     return Emission(
         engine="moesaic", version=__version__, basis="parser", model=model, launches=(launch,), files={},
-        lacks=(), notes=(),
+        lacks=tuple(lacks), notes=(note,) if is_other else (),
     )  # fmt: skip
 
 
@@ -173,6 +186,11 @@ def _refusal(made: Emission) -> str:
 
 
 def _write(made: Emission, folder: Path) -> None:
+    if folder.suffix in FILE_ENDINGS and not folder.is_dir():
+        raise ConfigError(
+            f"-o {folder}: lines and files are written to a folder, and this is a file's name; as in "
+            f"-o {folder.with_suffix('')}"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

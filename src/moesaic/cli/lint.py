@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moesaic.cli.lint_own import own_inventory
 from moesaic.cli.lint_view import render_all_to_all, render_line, render_prompts
 from moesaic.errors import ConfigError
 from moesaic.interop.lint import lint
@@ -82,18 +84,32 @@ def lint_command(
 
 
 def _lines(given: str, version: str | None, model: str | None) -> tuple[Any, str, bool]:
-    reports = lint(_line_text(given), version=version, model=model)
+    reports = lint(_line_text(given), version=version, model=model, own=own_inventory)
     shown = "\n".join(render_line(one) for one in reports)
     return [asdict(one) for one in reports], shown, any(one.is_failed for one in reports)
 
 
 def _line_text(given: str) -> str:
-    """The text itself, what a file of that name holds, or stdin for `-`."""
+    """The text itself, what a file of that name holds, or stdin for `-`.
+
+    Raises: ConfigError for nothing at all, and for one word that looks like a file and is none.
+    """
     if given == "-":
-        return sys.stdin.read(MAX_LINE_BYTES)
-    if len(given) > 255 or "\n" in given or not Path(given).is_file():
-        return given
-    return _read(Path(given), MAX_LINE_BYTES)
+        text, source = sys.stdin.read(MAX_LINE_BYTES), "stdin"
+    elif len(given) > 255 or "\n" in given or not given.strip() or not Path(given).exists():
+        text, source = given, "the line"
+    else:
+        text, source = _read(Path(given), MAX_LINE_BYTES), given
+    if not text.strip():
+        raise ConfigError(
+            f'{source} is empty; lint takes a launch line, as in moesaic lint "vllm serve MODEL", or a file'
+        )
+    if text is given and re.fullmatch(r"\S*(?:/\S*|\.(?:sh|bash|txt|ya?ml|json|service|env))", given.strip()):
+        raise ConfigError(
+            f"{given}: there is no such file; give one that is there, or a launch line in quotes, as in "
+            'moesaic lint "vllm serve MODEL"'
+        )
+    return text
 
 
 def _read(path: Path, most: int) -> str:

@@ -151,12 +151,9 @@ def _command(words: list[str], env: dict[str, str]) -> Command:
                 return replace(inner[-1], env={**env, **inner[-1].env})
         if word == "-m" and following in MODULES:
             return _build(*MODULES[following], env, words, idx + 2)
-        if name in ("vllm", "sglang") and following == "serve":
-            return _build(name, "serve" if name == "vllm" else "launch_server", env, words, idx + 2)
-        if name == "vllm" and following == "fserver":
-            return _build(None, "vllm fserver", env, words, idx + 2)
-        if name == "kt" and following == "run":
-            return _build("kt", "run", env, words, idx + 2)
+        verb = _verb(name, following)
+        if verb is not None:
+            return _build(*verb, env, words, idx + 2)
         if name in PROGRAMS:
             engine, program = PROGRAMS[name]
             skip = 1 + (following in ("serve", "disaggregated") and engine == "trtllm")
@@ -164,6 +161,15 @@ def _command(words: list[str], env: dict[str, str]) -> Command:
                 program = following
             return _build(engine, program, env, words, idx + skip)
     return _build(None, PurePosixPath(words[0]).name, env, words, 1)
+
+
+def _verb(name: str, following: str) -> tuple[str | None, str] | None:
+    """(engine, program) of a command and its verb, where they start an engine."""
+    if following == "serve" and name in ("vllm", "sglang"):
+        return name, "serve" if name == "vllm" else "launch_server"
+    if name == "moesaic" and following and not is_flag(following):
+        return "moesaic", following
+    return {("vllm", "fserver"): (None, "vllm fserver"), ("kt", "run"): ("kt", "run")}.get((name, following))
 
 
 def _docker(words: list[str], start: int, env: Mapping[str, str]) -> Command | None:

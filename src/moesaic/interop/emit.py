@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from moesaic.errors import ConfigError
 from moesaic.interop.divisibility import problems
 from moesaic.interop.inventory import Inventory, choose, versions
 from moesaic.interop.launch import (
@@ -55,15 +54,9 @@ def emit(
     file (None: the plan's places are named as left out). What is left out is in `lacks`: the lines are then
     the nearest that the engine can do.
 
-    Raises: ConfigError for an unknown engine or version, for a layout that no line of the engine can say, and
-            for a manifest of an engine that is not run in one.
+    Raises: ConfigError for an unknown engine or version, and for a layout that no line of the engine can say.
     """
     inventory = choose(engine, version)
-    if with_manifest and engine not in IMAGES:
-        raise ConfigError(
-            f"{inventory.title} has no manifest: a LeaderWorkerSet is for {', '.join(sorted(IMAGES))}; leave "
-            "--kubernetes out"
-        )
     launches: list[Launch] = []
     lacks: list[Lack] = []
     files: dict[str, str] = {}
@@ -77,15 +70,21 @@ def emit(
         made, more = _launches(shape, model, inventory, places(shape), text, spec)
         launches += made
         files |= more
-        if with_manifest:
+        missing = _manifest_lack(shape, inventory) if with_manifest else None
+        if missing is not None:
+            lacks.append(missing)
+        elif with_manifest:
             pairs.append(_pair(shape, model, inventory, text, spec))
-    if with_manifest:
+    if pairs and len(pairs) == len(shapes):
         used = image or IMAGES[engine].format(version=inventory.version)
         files[MANIFEST] = manifest(pairs, files, image=used, port=PORT)
     return Emission(
         engine=engine, version=inventory.version, basis=inventory.basis, model=model,
         launches=tuple(launches), files=files, lacks=tuple(dict.fromkeys(lacks)),
-        notes=(*_version_notes(inventory, version), *_notes(deployment, shapes, inventory, spec)),
+        notes=(
+            *_version_notes(inventory, version), *_notes(deployment, shapes, inventory, spec),
+            *_buffer_notes(launches),
+        ),
     )  # fmt: skip
 
 
@@ -111,15 +110,23 @@ def _launches(
     return make(shape, model, inventory, PORT, nodes, placement)
 
 
+def _manifest_lack(shape: Shape, inventory: Inventory) -> Lack | None:
+    """Why an instance has no LeaderWorkerSet; None where it has one."""
+    if inventory.engine not in IMAGES:
+        reason = f"{inventory.title} has no manifest: a LeaderWorkerSet is for {', '.join(sorted(IMAGES))}"
+    elif inventory.engine == "trtllm" and shape.num_nodes > 1:
+        reason = (
+            f"mpirun reaches the {shape.num_nodes} nodes over ssh, which a LeaderWorkerSet does not offer"
+        )
+    else:
+        return None
+    return Lack(path=shape.path, value="--kubernetes", reason=reason, nearest="the lines without a manifest")
+
+
 def _pair(
     shape: Shape, model: str, inventory: Inventory, placement: str | None, spec: ModelSpec | None
 ) -> tuple[Launch, Launch | None, int]:
     """The lines of the leader's and the workers' pods, whose places are variables."""
-    if inventory.engine == "trtllm" and shape.num_nodes > 1:
-        raise ConfigError(
-            f"{shape.path} spans {shape.num_nodes} nodes, which mpirun reaches over ssh: no LeaderWorkerSet; "
-            "leave --kubernetes out, or plan instances of one node"
-        )
     nodes = [Place(head=HEAD, rank="0", is_head=True)]
     if shape.num_nodes > 1:
         nodes.append(Place(head=HEAD, rank=RANK, is_head=False))
@@ -168,14 +175,20 @@ def _notes(
         notes.append(f"several instances need a router in front, which spreads requests {how}")
     if any(shape.num_redundant and inventory.engine == "vllm" for shape in shapes):
         notes.append("vLLM's balancer moves experts by the load it counts; copies start in its own order")
-    if inventory.engine == "sglang" and any("low_latency" in _mode(shape) for shape in shapes):
-        notes.append(
-            "DeepEP's low-latency buffer holds SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=128 "
-            "tokens: set "
-            "it to the most requests that a rank decodes at once"
-        )
     return notes
 
 
-def _mode(shape: Shape) -> str:
-    return "low_latency" if shape.phase != "prefill" and shape.ep > 1 and shape.dp > 1 else ""
+def _buffer_notes(launches: list[Launch]) -> list[str]:
+    """What the low-latency exchange needs, where a line has it."""
+    modes = [
+        launch.words[idx + 1]
+        for launch in launches
+        for idx, word in enumerate(launch.words)
+        if word == "--deepep-mode"
+    ]
+    if not set(modes) & {"auto", "low_latency"}:
+        return []
+    return [
+        "DeepEP's low-latency buffer holds SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=128 tokens: set "
+        "it to the most requests that a rank decodes at once"
+    ]

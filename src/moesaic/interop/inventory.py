@@ -21,7 +21,7 @@ Engine = Literal["vllm", "sglang", "trtllm", "llamacpp", "kt"]
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang", "trtllm", "llamacpp", "kt")
 TITLES: Mapping[str, str] = {
     "vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM", "llamacpp": "llama.cpp",
-    "kt": "KTransformers", "nccl": "NCCL", "nccltests": "nccl-tests",
+    "kt": "KTransformers", "nccl": "NCCL", "nccltests": "nccl-tests", "moesaic": "moesaic",
 }  # fmt: skip
 FOLDING = ("vllm", "llamacpp")  # their parsers read underscores of a name as dashes
 PREFIXING = ("vllm", "sglang", "kt")  # argparse: an unambiguous beginning of a name is that name
@@ -70,6 +70,7 @@ class Inventory:
     flags: tuple[Flag, ...]
     env: Mapping[str, Mapping[str, Any]]
     files: tuple[str, ...] = ()
+    places: Mapping[str, int] = field(default_factory=dict)  # words beside the flags, by program
     by_name: Mapping[str, tuple[Flag, ...]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -171,5 +172,6 @@ def history(engine: str, name: str) -> tuple[tuple[str, Flag], ...]:
 
 
 def owners(name: str, but: Sequence[str] = ()) -> tuple[str, ...]:
-    """The engines whose newest release knows a name."""
-    return tuple(e for e in ENGINES if e not in but and choose(e).find(name) is not None)
+    """The engines whose newest release knows a name, or takes it as the beginning of one name."""
+    newest = {e: choose(e) for e in ENGINES if e not in but}
+    return tuple(e for e, one in newest.items() if one.find(name) or len(one.beginning_with(name)) == 1)

@@ -1,7 +1,7 @@
 """Tables of known mistakes: flags that never existed or are gone, values and variables without effect.
 
 Each entry was checked against the released packages that `flags/` was read from; what never was in one is
-from public threads.
+from public threads. What one of them had and dropped is in lint_gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Concept:
     @property
     def spellings(self) -> frozenset[str]:
         """Every name of it."""
-        return frozenset({text.split()[0] for text in self.by_engine.values()} | set(self.also))
+        names = {text.split()[0] for text in self.by_engine.values()} | set(self.also)
+        return frozenset(name.replace("_", "-") for name in names)
 
 
 def _same(vllm: str = "", sglang: str = "", trtllm: str = "", llamacpp: str = "", *also: str) -> Concept:
@@ -34,12 +35,21 @@ def _same(vllm: str = "", sglang: str = "", trtllm: str = "", llamacpp: str = ""
 CONCEPTS: tuple[Concept, ...] = (
     _same(
         "--tensor-parallel-size", "--tp-size", "--tp_size", "--split-mode row", "--tp",
-        "--tensor_parallel_size",
+        "--tensor_parallel_size", "--tensor-parallel",
     ),
-    _same("--pipeline-parallel-size", "--pp-size", "--pp_size", "--split-mode layer", "--pp"),
+    _same(
+        "--pipeline-parallel-size", "--pp-size", "--pp_size", "--split-mode layer", "--pp",
+        "--pipeline_parallel_size",
+    ),
     _same("--data-parallel-size", "--dp-size", "", "", "--dp", "--attn-dp-size", "--enable-dp-attention"),
-    _same("--enable-expert-parallel", "--ep-size", "--ep_size", "", "--expert-parallel-size", "--ep"),
-    _same("--max-model-len", "--context-length", "--max_seq_len", "--ctx-size", "--max-seq-len"),
+    _same(
+        "--enable-expert-parallel", "--ep-size", "--ep_size", "", "--expert-parallel-size", "--ep",
+        "--expert_parallel_size", "--moe_expert_parallel_size",
+    ),
+    _same(
+        "--max-model-len", "--context-length", "--max_seq_len", "--ctx-size", "--max-seq-len", "--n-ctx",
+        "--context-size", "--max-context-length",
+    ),
     _same("--max-num-seqs", "--max-running-requests", "--max_batch_size", "--parallel", "--max-batch-size"),
     _same("--max-num-batched-tokens", "--chunked-prefill-size", "--max_num_tokens", "--batch-size"),
     _same(
@@ -68,6 +78,10 @@ CONCEPTS: tuple[Concept, ...] = (
     _same("--speculative-config", "--speculative-algorithm", "", "--model-draft"),
     _same("--tokenizer", "--tokenizer-path", "--tokenizer"),
     _same("--seed", "--random-seed", "", "--seed"),
+    _same("", "", "", "--gpu-layers", "--num-gpu-layers", "--ngl"),
+    _same("", "", "", "--flash-attn", "--flash-attention"),
+    _same("", "", "", "--threads", "--n-threads", "--num-threads"),
+    _same("", "", "", "--predict", "--max-tokens", "--max-new-tokens"),
 )  # fmt: skip
 """What to call a thing in the engine at hand, when another's name was typed."""
 
@@ -137,10 +151,28 @@ KNOWN_FLAGS: Mapping[tuple[str, str], Known] = {
         "plugin takes its settings "
         "elsewhere", "--additional-config '{\"afd\": {...}}' with the plugin's --worker-cls",
     ),
-    ("vllm", "--disable-log-requests"): (
-        "renamed-flag", "--disable-log-requests is gone: not logging requests became the default, and "
-        "--enable-log-requests turns it on", "leave it out",
+    ("vllm", "--cpu-offload-experts"): (
+        "invented-flag", "no release had a --cpu-offload-experts: how much, and of what, are two flags",
+        "--cpu-offload-gb N --cpu-offload-params experts",
     ),
+    **{
+        ("vllm", flag): (
+            "invented-flag", f"no release had a {flag} by itself: it begins the names of other flags",
+            "--enable-expert-parallel",
+        )
+        for flag in ("--enable-ep", "--enable-ep-parallel")
+    },
+    **{
+        ("llamacpp", flag): ("invented-flag", f"no release of llama.cpp had a {flag}", "--n-cpu-moe N")
+        for flag in ("--cpu-moe-layers", "--moe-cpu-layers", "--n-moe-cpu", "--ncmoe")
+    },
+    **{
+        ("llamacpp", flag): (
+            "other-engine",
+            f"llama.cpp has no {flag}: it splits layers or rows over devices, never experts", None,
+        )
+        for flag in ("--expert-parallel", "--expert-parallel-size", "--enable-expert-parallel", "--ep-size")
+    },
     ("sglang", "--enable-ep-moe"): (
         "removed-flag", "--enable-ep-moe is gone: a size above 1 turns expert parallelism on", "--ep-size N",
     ),
@@ -178,15 +210,6 @@ KNOWN_FLAGS: Mapping[tuple[str, str], Known] = {
         )
         for end in ("store", "eviction", "kv-reserve-gb", "cold-backing", "cold-dir")
     },
-    ("llamacpp", "--no-mmap"): (
-        "renamed-flag", "--no-mmap is one of the values of --load-mode now", "--load-mode none",
-    ),
-    ("llamacpp", "--mlock"): (
-        "renamed-flag", "--mlock is one of the values of --load-mode now", "--load-mode mlock",
-    ),
-    ("llamacpp", "--direct-io"): (
-        "renamed-flag", "--direct-io is one of the values of --load-mode now", "--load-mode dio",
-    ),
     **{
         ("llamacpp", flag): ("unmerged-flag", f"{flag} {_UNMERGED}", "--n-cpu-moe N, or --fit on")
         for flag in ("--moe-hot-count", "--lazy-experts", "--pin-hot-experts", "--moe-stream-cache")
@@ -208,6 +231,24 @@ GONE_VALUES: Mapping[tuple[str, str, str], tuple[str, str]] = {
     for name in ("naive", "pplx")
 }
 """Values that a parser still takes and the engine no longer follows."""
+
+SAME_VALUES: Mapping[str, tuple[str, ...]] = {
+    "bf16": ("bfloat16",), "fp16": ("float16", "f16"), "fp32": ("float32", "f32"), "bfloat16": ("bf16",),
+    "float16": ("f16",), "float32": ("f32",), "q8": ("q8_0",), "q4": ("q4_0",), "true": ("on",),
+    "false": ("off",), "fp8": ("fp8_e4m3",),
+}  # fmt: skip
+"""Other words for a value."""
+
+PLUGIN_FLAGS: Mapping[str, str] = {
+    "--tool-call-parser": "--tool-parser-plugin", "--reasoning-parser": "--reasoning-parser-plugin",
+}  # fmt: skip
+"""Flags whose values a plugin adds to, and the flag that loads it."""
+
+OF_PLUGINS: Mapping[tuple[str, str], frozenset[str]] = {
+    ("vllm", "--quantization"): frozenset({"ascend"}),
+    ("vllm", "--load-format"): frozenset({"runai", "netloader", "rfork"}),
+}
+"""Values that well-known plugins of an engine register."""
 
 Variable = tuple[str | None, Literal["error", "warning"], str, str, str | None]
 KNOWN_VARIABLES: Mapping[str, Variable] = {
@@ -232,10 +273,6 @@ KNOWN_VARIABLES: Mapping[str, Variable] = {
         "VLLM_EP_SIZE existed in a fork only: vLLM derives the size, expert parallel = tensor x data "
         "parallel",
         "--enable-expert-parallel",
-    ),
-    "VLLM_ALL2ALL_BACKEND": (
-        "vllm", "error", "renamed-variable", "VLLM_ALL2ALL_BACKEND was removed: it is a flag now",
-        "--all2all-backend NAME",
     ),
 }  # fmt: skip
 """name: (engine or None for all, severity, rule, message, suggestion)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,6 +91,18 @@ class Line:
         named = self.text("--model") or self.text("--model-path")
         if named is not None:
             return named
-        places = {("vllm", "serve"), ("trtllm", "serve"), ("kt", "run")}
+        places = {("vllm", "serve"), ("trtllm", "serve"), ("kt", "run"), ("moesaic", "serve")}
         has_place = (self.engine, self.command.program) in places
         return self.command.leading[0] if has_place and self.command.leading else None
+
+
+def finding(flag: str, severity: Severity, rule: str, message: str, suggestion: str | None = None) -> Finding:
+    """A finding, written short: rules make many."""
+    return Finding(flag=flag, severity=severity, rule=rule, message=message, suggestion=suggestion)
+
+
+def listed(items: Sequence[str], word: str = "and") -> str:
+    """`a, b and c`."""
+    if len(items) <= 1:
+        return "".join(items)
+    return f"{', '.join(items[:-1])} {word} {items[-1]}"

@@ -110,6 +110,10 @@ def test_json_has_the_promised_keys(wide):
 def test_moesaic_itself(tmp_path, wide):
     refused = run(wide, "--for", "moesaic", "--model", "m")
     assert "instances[0].layout = 16 ranks: one rank is run today" in str(refused.exception)
+    shown = run(wide, "--for", "moesaic", "--model", "m", "--partial", "--kubernetes", "--version", "9.9")
+    assert shown.output.splitlines()[-1] == "moesaic serve m"
+    for part in ("left out: instances[0].layout = 16 ranks", "moesaic has no manifest", "9.9 are not known"):
+        assert part in shown.output
     path = tmp_path / "one.json"
     one = single_process("digest", numerics("portable", dtype="bfloat16"), contiguous_plan((4,), 1))
     path.write_text(one.to_json())
@@ -130,6 +134,17 @@ def test_bad_input_is_named(wide, arguments, message):
     refused = run(wide, *arguments)
     assert isinstance(refused.exception, ConfigError)
     assert message in str(refused.exception)
+
+
+def test_a_refusal_of_the_manifest_comes_after_what_cannot_be_carried(wide):
+    message = str(run(wide, "--for", "kt", "--kubernetes").exception)
+    assert "instances[0].layout.ep = 16" in message.partition("has no manifest")[0]
+
+
+def test_output_is_a_folder(wide, tmp_path):
+    refused = run(wide, "--for", "vllm", "-o", str(tmp_path / "x.sh"))
+    assert "written to a folder" in str(refused.exception)
+    assert not (tmp_path / "x.sh").exists()
 
 
 def test_files_that_are_no_deployment_are_named(tmp_path):

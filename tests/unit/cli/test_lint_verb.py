@@ -37,6 +37,23 @@ def test_files_and_stdin_are_read(tmp_path):
     assert run("-", given="vllm serve m -tp 8\n").exit_code == 0
 
 
+def test_our_own_line_is_judged_by_our_own_options():
+    assert run("moesaic serve demo --port 8000 --max-num-seqs 8").exit_code == 0
+    assert run("python -m moesaic plan deepseek-v3 --machine h200x8x2 --isl 4096 --osl 1024").exit_code == 0
+    for line, part in (
+        ("moesaic serve demo --prot 80", "instead: --port"),
+        ("moesaic serve demo --port many", "--port takes a whole number, not 'many'"),
+        ("moesaic serve demo --tensor-parallel-size 4", "that is a flag of vLLM and SGLang"),
+        ("moesaic serve demo twice", "twice belongs to no flag"),
+        ("moesaic serve --port 80", "the line names no model: moesaic refuses to start"),
+        ("moesaic serv demo", "moesaic has no verb 'serv'; did you mean serve?"),
+        ("moesaic simulate feet", "did you mean fleet?"),
+        ("moesaic simulate fleet --polcy x", "has no flag --polcy"),
+    ):
+        shown = run(line)
+        assert (shown.exit_code, part in shown.output) == (3, True), shown.output
+
+
 def test_json_has_the_promised_keys():
     [found] = json.loads(run("trtllm-serve m --tp_sise 8", "--json").output)
     assert set(found) == {"engine", "program", "version", "asked", "basis", "model", "findings"}
@@ -90,6 +107,9 @@ def test_all_to_all_is_judged_by_the_machine():
         (["--prompts", "/nowhere.jsonl"], "cannot be read"),
         (["--all-to-all", str(SAMPLES / "pcie4.txt"), "--machine", "h100x8"], "no line of sizes"),
         (["--all-to-all", str(SAMPLES / "alltoall_h100x8.txt")], "judged by the links of a --machine"),
+        (["nosuch.sh"], "there is no such file"),
+        (["/no/such/line"], "there is no such file"),
+        ([""], "the line is empty"),
         (["vllm serve m", "--version", "next"], "is no version of vllm"),
         (["vllm serve m", "--model", "nosuch"], "nosuch"),
     ],

@@ -245,7 +245,7 @@ def test_manifest_has_a_set_and_a_service_for_each_instance(engine):
     assert service["selector"] == {"app": "decode", "role": "leader"}
 
 
-def test_manifest_carries_files_and_refuses_what_is_in_none():
+def test_manifest_carries_files():
     yaml = pytest.importorskip("yaml")
     found = deployment(V3, instance(V3, dp=8, ep=8), formats=FP8)
     made = carried("trtllm", found, with_manifest=True)
@@ -253,11 +253,29 @@ def test_manifest_carries_files_and_refuses_what_is_in_none():
     assert yaml.safe_load(config["data"]["serve.options.yaml"]) == {"enable_attention_dp": True}
     [container] = worker_set["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
     assert container["workingDir"] == "/etc/moesaic"
-    with pytest.raises(ConfigError, match="a LeaderWorkerSet is for sglang, trtllm, vllm"):
-        emit(found, "llamacpp", model="m", spec=V3, with_manifest=True)
-    spread = deployment(V3, instance(V3, dp=16, ep=16), formats=FP8)
-    with pytest.raises(ConfigError, match="mpirun reaches over ssh"):
-        emit(spread, "trtllm", model="m", spec=V3, with_manifest=True)
+
+
+def test_what_has_no_manifest_is_named_beside_the_rest_that_is_left_out():
+    found = deployment(V3, instance(V3, dp=16, ep=16, micro=2), formats=FP8)
+    reasons = {
+        "llamacpp": "a LeaderWorkerSet is for sglang, trtllm, vllm",
+        "trtllm": "mpirun reaches the 2 nodes",
+    }
+    for engine, reason in reasons.items():
+        made = emit(found, engine, model="m", spec=V3, with_manifest=True)
+        assert made.launches
+        assert "manifest.yaml" not in made.files
+        [missing] = [one for one in made.lacks if one.value == "--kubernetes"]
+        assert reason in missing.reason
+        assert any(one.path.endswith("num_micro_batches") for one in made.lacks)
+
+
+def test_the_note_on_the_low_latency_buffer_comes_with_its_mode_only():
+    def notes(one):
+        return emit(deployment(V3, one, formats=FP8), "sglang", model="m", spec=V3).notes
+
+    assert any("low-latency buffer" in note for note in notes(instance(V3, dp=16, ep=16)))
+    assert not any("low-latency" in note for note in notes(instance(V3, dp=16, ep=16, redundant=16)))
 
 
 def test_yaml_is_read_back_as_it_was():

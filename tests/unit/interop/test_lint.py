@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,8 +9,11 @@ from launch_lines import RIGHT, WRONG
 
 from moesaic.errors import ConfigError
 from moesaic.interop.command import read_commands
-from moesaic.interop.inventory import choose
+from moesaic.interop.inventory import choose, load, versions
 from moesaic.interop.lint import lint
+from moesaic.interop.lint_gone import GONE_FLAGS, GONE_VARIABLES
+from moesaic.interop.lint_known import KNOWN_FLAGS
+from moesaic.interop.lint_unknown import known_mistake
 
 
 @pytest.mark.parametrize("line", RIGHT)
@@ -40,6 +45,55 @@ def test_the_release_decides():
     [report] = lint("vllm serve m", version="0.25.1")
     assert (report.version, report.asked) == ("0.20.2", "0.25.1")
     assert lint("vllm serve m", version="0.1")[0].version == "0.10.2"
+
+
+def test_every_flag_that_a_release_dropped_has_an_entry():
+    for engine in ("vllm", "sglang", "llamacpp"):
+        newest = choose(engine)
+        for version in versions(engine)[:-1]:
+            for flag in load(engine, version).flags:
+                gone = [n for n in (flag.name, *flag.aliases) if newest.find(n) is None]
+                gone = [n for n in gone if len(newest.beginning_with(n)) != 1 and n != "-O"]
+                for name in gone:
+                    assert known_mistake(name, name, newest) is not None, (engine, version, name)
+
+
+def test_what_is_offered_exists_and_what_is_gone_is_not_there():
+    tables = {(e, name): instead for e, t in GONE_FLAGS.items() for name, (_, instead) in t.items()}
+    tables |= {key: instead for key, (_, _, instead) in KNOWN_FLAGS.items()}
+    tables |= {("vllm", name): instead for name, (_, instead) in GONE_VARIABLES.items()}
+    for (engine, name), instead in tables.items():
+        flag = choose(engine).find(name)
+        assert flag is None or flag.removed, (engine, name)
+        for word in re.findall(r"(?<![\w-])--[a-z][\w-]*", instead or ""):
+            is_there = choose(engine).find(word) or choose("kt").find(word)
+            assert is_there, (engine, name, word)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--max-model-length 3", "--max-model-len"), ("--tensor-paralel-size 3", "--tensor-parallel-size"),
+        ("--enforce-eagre", "--enforce-eager"), ("--gpu-mem-utilization 0.9", "--gpu-memory-utilization"),
+        ("--enable-loro", "--enable-lora"),
+        ("--enforce-eagre 3", None),  # takes no value
+        ("--max-model-length", None),  # takes one
+        ("--enable-something", None), ("--max-num-things 3", None), ("--offload-size 3", None),
+    ],
+)  # fmt: skip
+def test_a_guess_needs_few_edits_and_the_same_kind(typed, meant):
+    [finding] = [one for one in lint(f"vllm serve m {typed}")[0].findings if one.rule == "unknown-flag"]
+    assert finding.suggestion == meant
+
+
+def test_a_suggestion_is_of_the_release():
+    [finding] = lint("sglang serve --model-path m --enable-flashinfer-moe", version="0.4.10")[0].findings
+    assert (finding.rule, finding.suggestion) == ("removed-flag", "leave it out")
+    [finding] = lint("vllm serve m --tp 4")[0].findings
+    assert "a flag of SGLang and TensorRT-LLM" in finding.message
+    assert lint("VLLM_ATTENTION_BACKEND=x vllm serve m", version="0.10.2")[0].findings == ()
+    [finding] = lint("vllm serve m --quantization bitsandbytes")[0].findings
+    assert "vLLM 0.20.2 took it" in finding.message
 
 
 def test_model_facts_may_be_given():

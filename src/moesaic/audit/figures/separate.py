@@ -281,7 +281,7 @@ def gain_of_pair_by_price(
 def _together_by_price(
     name: str, pp: int, machine: str, context: int, slo_ms: float, network: float
 ) -> float:
-    """Tokens per second and price of both on the same cards; 0 where the model does not fit or is too slow."""
+    """Tokens per second and price of both on the same cards; 0 where none fits or is fast enough."""
     try:
         one = together(name, pp, machine, context, slo_ms, network)
     except CapacityError:
