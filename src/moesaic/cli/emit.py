@@ -29,6 +29,7 @@ TARGETS = ("moesaic", *ENGINES)
 OWN_NEAREST = "one rank on this machine, in the engine's own numerics"
 PLACED = ("sglang", "trtllm")
 """Engines that read a file of where each expert is."""
+MAX_BYTES = 2**28  # of a deployment file: a thousand times that of DeepSeek-V3 on 16 devices
 FILE_ENDINGS = (".sh", ".json", ".yaml", ".yml", ".txt")
 
 
@@ -84,11 +85,17 @@ def emit_command(
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror or error}; moesaic plan -o writes one"
         ) from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(
+            f"{path}: more than the {MAX_BYTES} bytes that a deployment may have; moesaic plan -o writes one"
+        )
+    return data
 
 
 def _model(deployment: Deployment, given: str | None) -> tuple[str, ModelSpec | None]:

@@ -118,12 +118,11 @@ def _read(path: Path, most: int) -> str:
     Raises: ConfigError when it cannot be read, is too long, or is no text.
     """
     try:
-        size = path.stat().st_size
-        if size > most:
-            raise ConfigError(
-                f"{path}: {size} bytes are more than the {most} that are read; give a part of it"
-            )
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise ConfigError(f"{path}: more than the {most} bytes that are read; give a part of it")
+        return data.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except OSError as error:

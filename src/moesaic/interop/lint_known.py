@@ -44,7 +44,7 @@ CONCEPTS: tuple[Concept, ...] = (
     _same("--data-parallel-size", "--dp-size", "", "", "--dp", "--attn-dp-size", "--enable-dp-attention"),
     _same(
         "--enable-expert-parallel", "--ep-size", "--ep_size", "", "--expert-parallel-size", "--ep",
-        "--expert_parallel_size", "--moe_expert_parallel_size",
+        "--expert-parallel", "--expert_parallel_size", "--moe_expert_parallel_size",
     ),
     _same(
         "--max-model-len", "--context-length", "--max_seq_len", "--ctx-size", "--max-seq-len", "--n-ctx",

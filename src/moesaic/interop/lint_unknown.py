@@ -251,7 +251,7 @@ def _unknown_variable(name: str, value: str, own: Inventory) -> Finding:
             suggestion=instead or "leave it out",
         )  # fmt: skip
     near = nearest_word(name, [*own.env, *GONE_VARIABLES])
-    if near in GONE_VARIABLES:
+    if near is not None and near in GONE_VARIABLES:
         near = filled(_there(GONE_VARIABLES[near][1], own), value)
     return Finding(
         flag=name, severity="warning", rule="unknown-variable", suggestion=near,

@@ -109,6 +109,7 @@ def test_all_to_all_is_judged_by_the_machine():
         (["--all-to-all", str(SAMPLES / "alltoall_h100x8.txt")], "judged by the links of a --machine"),
         (["nosuch.sh"], "there is no such file"),
         (["/no/such/line"], "there is no such file"),
+        (["/dev/zero"], "give a part of it"),
         ([""], "the line is empty"),
         (["vllm serve m", "--version", "next"], "is no version of vllm"),
         (["vllm serve m", "--model", "nosuch"], "nosuch"),

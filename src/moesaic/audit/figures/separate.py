@@ -266,9 +266,12 @@ def gain_of_pair_by_price(
 ) -> list[float]:
     """Tokens per price of attention on the first machine and experts on the second, by the best of all with
     both on the same cards of either: least and most over the models."""
+    attention, experts = machines
     gains = []
     for name in models:
-        apart = searched(name, *machines, "per-price", prompt, output, slo_ms, network_bytes_per_s)
+        apart = searched(
+            name, attention, experts, "per-price", prompt, output, slo_ms, network_bytes_per_s
+        )  # fmt: skip
         same = max(
             _together_by_price(name, pp, one, prompt + output // 2, slo_ms, network_bytes_per_s)
             for one in machines
