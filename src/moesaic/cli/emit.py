@@ -29,7 +29,7 @@ TARGETS = ("moesaic", *ENGINES)
 OWN_NEAREST = "one rank on this machine, in the engine's own numerics"
 PLACED = ("sglang", "trtllm")
 """Engines that read a file of where each expert is."""
-MAX_BYTES = 2**28  # of a deployment file: a thousand times that of DeepSeek-V3 on 16 devices
+MAX_BYTES = 2**28  # of a deployment file; one of DeepSeek-V3 on 16 devices has 2**20
 FILE_ENDINGS = (".sh", ".json", ".yaml", ".yml", ".txt")
 
 

@@ -141,10 +141,11 @@ def test_a_refusal_of_the_manifest_comes_after_what_cannot_be_carried(wide):
     assert "instances[0].layout.ep = 16" in message.partition("has no manifest")[0]
 
 
-def test_a_file_that_is_far_too_long_is_refused_unread(tmp_path):
+def test_a_file_that_is_far_too_long_is_refused_unread(tmp_path, monkeypatch):
     path = tmp_path / "huge.json"
     with path.open("wb") as file:
-        file.truncate(2**34)
+        file.truncate(2**40)
+    monkeypatch.setattr("moesaic.cli.emit.MAX_BYTES", 2**20)
     assert "that a deployment may have" in str(run(str(path), "--for", "vllm").exception)
 
 
