@@ -7,12 +7,12 @@ import pytest
 
 from moesaic.cost.calibrated import profile_named
 from moesaic.cost.exchange import copies_once
-from moesaic.cost.load import placed_slots
 from moesaic.cost.ops import Formats
 from moesaic.cost.profile import PAPER
 from moesaic.errors import ConfigError
+from moesaic.placement.pack import placed_slots
 from moesaic.planner.sim.chunking import Exchange, study_chunks
-from moesaic.planner.sim.ep import EpCase, gpu_rows, study_ep
+from moesaic.planner.sim.ep import EpCase, arrivals, gpu_rows, study_ep
 from moesaic.planner.sim.traffic import TopicTraffic, _first_distinct, _race, max_mean, share_variation
 from moesaic.spec.families import read_config
 from moesaic.spec.hardware import cluster
@@ -75,6 +75,23 @@ def test_copies_bring_the_busiest_gpu_down_and_chance_takes_some_back() -> None:
         assert rows.sum() == batch.sum()
         assert (rows == np.round(rows)).all()
         assert max_mean(rows) == pytest.approx(expected, abs=0.02)
+
+
+def test_computing_and_receiving_are_two_skews() -> None:
+    """Popular pairs on one GPU make it compute two rows for each arrival."""
+    slots, rng = placed_slots(np.ones(8), 4, 0), np.random.default_rng(0)
+    pairs = np.array([[0, 1]] * 8 + [[2, 4], [3, 6], [5, 2], [7, 4]])
+    load = np.bincount(pairs.ravel(), minlength=8)
+    assert max_mean(gpu_rows(load, slots, 4)) == pytest.approx(16 / 6)
+    received = arrivals(pairs, slots, 4, rng)  # tokens 0 and 4 are at home on GPU 0 already
+    assert received[0] == 6
+    assert max_mean(received) < 16 / 6
+
+
+def test_slots_that_do_not_divide_leave_some_ranks_one_less() -> None:
+    slots = placed_slots(np.arange(1.0, 8.0), 4, 3)
+    assert sorted(np.bincount(slots.rank).tolist()) == [2, 2, 3, 3]
+    assert np.bincount(slots.expert, weights=slots.share) == pytest.approx(1.0)
 
 
 def test_touched_experts_are_at_most_what_even_ones_give() -> None:

@@ -6,17 +6,16 @@ placement, or with redundant slots a greedy one; `placement` makes the real plan
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import NormalDist
-from typing import NamedTuple
 
 import numpy as np
 
 from moesaic.cost.term import FloatArray, Number
 from moesaic.errors import ConfigError
-from moesaic.spec.experts import ExpertLoad, IntArray
+from moesaic.placement.pack import placed_slots
+from moesaic.spec.experts import ExpertLoad
 from moesaic.spec.model import ModelSpec
 
 MAX_LEVELS = (
@@ -90,6 +89,14 @@ def zipf_shares(num_experts: int, exponent: float, seed: int = 0) -> ExpertShare
     weights = np.arange(1, num_experts + 1, dtype=np.float64) ** -exponent
     shares = np.random.default_rng(seed).permutation(weights / weights.sum())
     return ExpertShares(shares=(shares,))
+
+
+def with_busiest(num_experts: int, cards: int, factor: float) -> ExpertShares:
+    """Shares with which the first of `cards` contiguous cards gets `factor` times the mean, others alike."""
+    per_card = num_experts // cards
+    shares = np.full(num_experts, (1.0 - factor / cards) / (num_experts - per_card))
+    shares[:per_card] = factor / num_experts
+    return ExpertShares(shares=(shares,), has_chance=False)
 
 
 @cache
@@ -192,42 +199,3 @@ def placed_shares(layer: FloatArray, ep: int, num_redundant: int) -> FloatArray:
     """
     slots = placed_slots(layer, ep, num_redundant)
     return np.bincount(slots.rank, weights=slots.share * layer[slots.expert], minlength=ep).astype(np.float64)
-
-
-class Slots(NamedTuple):
-    """Physical slots of one layer.
-
-    Shapes:  each [E + num_redundant]; share is the part of its expert's tokens that a copy takes.
-    """
-
-    rank: IntArray
-    expert: IntArray
-    share: FloatArray
-
-
-def placed_slots(layer: FloatArray, ep: int, num_redundant: int) -> Slots:
-    """Which rank holds which copy.
-
-    Contiguous without redundant slots; with them greedy copies of the hottest, largest first onto the least
-    loaded rank with a free slot.
-
-    Shapes:  layer [E].
-    """
-    experts = np.arange(len(layer))
-    if num_redundant <= 0:
-        return Slots(experts * ep // len(layer), experts, np.ones(len(layer)))
-    copies = np.ones(len(layer), dtype=np.int64)
-    for _ in range(num_redundant):
-        copies[int(np.argmax(layer / copies))] += 1
-    expert = np.repeat(experts, copies)
-    order = np.argsort(-(layer / copies)[expert], kind="stable")
-    most = -(-len(expert) // ep)
-    used, rank_of = np.zeros(ep, dtype=np.int64), np.zeros(len(expert), dtype=np.int64)
-    open_ranks = [(0.0, rank) for rank in range(ep)]
-    for slot in order:
-        load, rank = heapq.heappop(open_ranks)
-        rank_of[slot], used[rank] = rank, used[rank] + 1
-        if used[rank] < most:
-            heapq.heappush(open_ranks, (load + float(layer[expert[slot]] / copies[expert[slot]]), rank))
-    by_rank = np.argsort(rank_of, kind="stable")
-    return Slots(rank_of[by_rank], expert[by_rank], (1.0 / copies[expert])[by_rank])

@@ -14,9 +14,9 @@ from functools import cache
 
 import numpy as np
 
-from moesaic.cost.load import placed_slots
 from moesaic.errors import ConfigError, nearest
 from moesaic.interop.inventory import Inventory
+from moesaic.placement.pack import placed_slots
 from moesaic.spec.deployment import Deployment, Instance, Layout
 from moesaic.spec.experts import ExpertPlan, Phase
 from moesaic.spec.hardware import MACHINES, machine

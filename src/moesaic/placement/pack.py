@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+from typing import NamedTuple
+
 import numpy as np
 
 from moesaic.placement.slots import held
@@ -48,23 +51,53 @@ def copy_weights(weights_LE: FloatArray, ids_LP: IntArray) -> FloatArray:
 def largest_first(slot_weights_LP: FloatArray, num_gpus: int) -> tuple[IntArray, IntArray]:
     """The heaviest first, each onto the least loaded GPU that has a free slot; ties to the lowest index.
 
+    Slots that do not divide leave the last ones of some GPUs free.
+
     Shapes:  returns the GPU and the slot of that GPU of each item, both [L, P].
     Source:  longest processing time first with a limit on items; `balanced_packing` of EPLB.
     """
     layers, num_items = slot_weights_LP.shape
-    room, rows = num_items // num_gpus, np.arange(layers)
+    room = -(-num_items // num_gpus)
     order = np.argsort(-slot_weights_LP, axis=1, kind="stable")
     gpu, slot = np.empty((layers, num_items), np.int64), np.empty((layers, num_items), np.int64)
-    load, used = np.zeros((layers, num_gpus)), np.zeros((layers, num_gpus), np.int64)
-    for step in range(num_items):
-        item = order[:, step]
-        chosen = load.argmin(axis=1)
-        gpu[rows, item], slot[rows, item] = chosen, used[rows, chosen]
-        used[rows, chosen] += 1
-        load[rows, chosen] += slot_weights_LP[rows, item]
-        full = used[rows, chosen] == room
-        load[rows[full], chosen[full]] = np.inf
+    for layer in range(layers):  # a heap a layer takes the time of all layers in step, and far less for one
+        weights, used = slot_weights_LP[layer].tolist(), [0] * num_gpus
+        open_gpus = [(0.0, idx) for idx in range(num_gpus)]
+        for item in order[layer].tolist():
+            load, chosen = open_gpus[0]
+            gpu[layer, item], slot[layer, item] = chosen, used[chosen]
+            used[chosen] += 1
+            if used[chosen] < room:
+                heapq.heapreplace(open_gpus, (load + weights[item], chosen))
+            else:
+                heapq.heappop(open_gpus)
     return gpu, slot
+
+
+class Slots(NamedTuple):
+    """Physical slots of one layer, rank by rank.
+
+    Shapes:  each [E + num_redundant]; share is the part of its expert's tokens that a copy takes.
+    """
+
+    rank: IntArray
+    expert: IntArray
+    share: FloatArray
+
+
+def placed_slots(load_E: FloatArray, num_ranks: int, num_redundant: int) -> Slots:
+    """Which rank holds which copy of one layer's experts, for estimates: neither has to divide.
+
+    Contiguous without redundant slots; with them greedy copies of the hottest, largest first.
+    """
+    if num_redundant <= 0:
+        experts = np.arange(len(load_E))
+        return Slots(experts * num_ranks // len(load_E), experts, np.ones(len(load_E)))
+    ids = np.sort(greedy_copies(load_E[None], len(load_E) + num_redundant), axis=1)
+    rank = largest_first(copy_weights(load_E[None], ids), num_ranks)[0][0]
+    by_rank = np.argsort(rank, kind="stable")
+    expert = ids[0, by_rank]
+    return Slots(rank[by_rank], expert, 1.0 / np.bincount(expert)[expert])
 
 
 def pack_apart(weights_LE: FloatArray, ids_LP: IntArray, num_gpus: int) -> IntArray:

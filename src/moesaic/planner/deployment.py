@@ -7,10 +7,11 @@ from typing import Literal
 
 import numpy as np
 
-from moesaic.cost.load import ExpertShares, placed_slots
+from moesaic.cost.load import ExpertShares
 from moesaic.cost.offload import layers_bytes
 from moesaic.cost.term import Interval as Doubt
 from moesaic.hashing import digest
+from moesaic.placement.pack import placed_slots
 from moesaic.planner.plan import Plan, Pool
 from moesaic.spec.deployment import (
     Deployment,

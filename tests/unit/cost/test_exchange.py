@@ -18,9 +18,9 @@ from moesaic.cost.exchange import (
     launch_seconds,
     payload_share,
 )
-from moesaic.cost.imbalance import drawn_choices, even
 from moesaic.cost.layouts import copies_per_token
 from moesaic.cost.profile import PAPER
+from moesaic.planner.sim.traffic import TopicTraffic
 from moesaic.spec.families import read_config
 from moesaic.spec.locate import preset
 
@@ -42,7 +42,8 @@ def test_once_a_node_is_less_than_once_a_device_and_as_drawn() -> None:
     flat, by_node = copies_over_nodes(128, 8, 64, 8, 256)
     assert by_node < 0.75 * flat
     assert by_node <= 128 * 7
-    chosen = drawn_choices(even(256), 8, 4000, np.random.default_rng(0))
+    topics = np.zeros(4000, np.int64)
+    chosen = TopicTraffic.zipf(256, 0.0).draw(np.random.default_rng(0), topics, 8)
     nodes, cards = chosen // 32, chosen // 4
     crossing = [len({n for n in row if n}) for row in nodes.tolist()]  # from node 0
     assert np.mean(crossing) * 128 == pytest.approx(by_node, rel=0.02)

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moesaic.cost.imbalance import with_busiest
 from moesaic.cost.layouts import Split, cache_bytes_per_sequence, largest_batch, step_cost
-from moesaic.cost.load import EVEN
+from moesaic.cost.load import EVEN, with_busiest
 from moesaic.cost.ops import Formats, Work
 from moesaic.cost.profile import PAPER
 from moesaic.cost.term import seconds_by_name, step_seconds

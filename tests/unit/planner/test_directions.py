@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from moesaic.cost.calibrated import predict, profile_named
-from moesaic.cost.imbalance import with_busiest
 from moesaic.cost.layouts import Split, step_cost
-from moesaic.cost.load import EVEN, placed_slots, zipf_shares
+from moesaic.cost.load import EVEN, with_busiest, zipf_shares
 from moesaic.cost.ops import Formats, Work
 from moesaic.cost.serving import Traffic
 from moesaic.cost.term import step_seconds
+from moesaic.placement.pack import placed_slots
 from moesaic.planner.load_file import SKEW_FINE, skewed
 from moesaic.spec.families import read_config
 from moesaic.spec.hardware import cluster

@@ -9,11 +9,12 @@ import numpy as np
 from moesaic.account.traffic import expected_distinct
 from moesaic.audit.figures.registry import figure
 from moesaic.audit.figures.subjects import experts_of
-from moesaic.cost.load import placed_shares, placed_slots
+from moesaic.cost.load import placed_shares
 from moesaic.errors import ConfigError
 from moesaic.hashing import digest_bytes, rendezvous
 from moesaic.placement.grid import SlotGrid
 from moesaic.placement.lpt import lpt
+from moesaic.placement.pack import placed_slots
 from moesaic.placement.slots import Placement
 from moesaic.planner.sim.ep import gpu_rows
 from moesaic.planner.sim.traffic import TopicTraffic, max_mean, share_variation

@@ -15,9 +15,9 @@ from moesaic.audit.figures.registry import figure
 from moesaic.audit.figures.subjects import experts_of, num_moe_layers, one_expert_bytes, resized
 from moesaic.audit.figures.subjects import model as model_of
 from moesaic.cost.layouts import Split, cache_bytes_per_sequence
-from moesaic.cost.load import placed_slots
 from moesaic.cost.ops import Formats
 from moesaic.cost.profile import PAPER
+from moesaic.placement.pack import placed_slots
 from moesaic.planner.economy import concurrency
 from moesaic.spec.experts import contiguous_plan
 from moesaic.spec.hardware import machine as machine_of

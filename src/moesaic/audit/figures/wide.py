@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from moesaic.audit.figures.registry import figure
 from moesaic.audit.figures.subjects import experts_of
 from moesaic.audit.figures.subjects import model as model_of
-from moesaic.cost.imbalance import with_busiest
-from moesaic.cost.load import EVEN, ExpertShares, zipf_shares
+from moesaic.cost.load import EVEN, ExpertShares, with_busiest, zipf_shares
 from moesaic.cost.ops import Formats
 from moesaic.cost.profile import PAPER
 from moesaic.cost.wide_ep import WideEp, wide_ep

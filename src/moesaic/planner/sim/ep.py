@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesaic.cost.exchange import copies_once, copies_over_nodes, copies_sent, payload_share
-from moesaic.cost.load import Slots, placed_slots
 from moesaic.errors import ConfigError
+from moesaic.placement.pack import Slots, placed_slots
 from moesaic.planner.sim.traffic import TopicTraffic, counted, max_mean, share_variation
 from moesaic.spec.experts import FloatArray, IntArray
 
