@@ -17,7 +17,7 @@ from moesaic.errors import ConfigError, nearest
 from moesaic.interop.dump import Dump, match_model
 from moesaic.interop.load_file import read_dump
 from moesaic.interop.pairs_file import read_pairs
-from moesaic.interop.placement_file import Target, parse_target, placement_bytes, read_placement
+from moesaic.interop.placement_file import Target, check_ending, parse_target, placement_bytes, read_placement
 from moesaic.planner.balance import Balance, Case, Shares, balance, compare
 from moesaic.planner.balance_answer import as_json, check_json, diff_json
 from moesaic.planner.balance_check import check_dump
@@ -26,6 +26,7 @@ from moesaic.spec.locate import locate
 from moesaic.spec.model import ModelSpec
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Case)}
+REPORT_ENDINGS = (".html", ".svg")
 
 
 Loads = Annotated[
@@ -120,9 +121,12 @@ def balance_command(
     spec = None if model is None else read_config(locate(model).config, name=model)
     if shares not in get_args(Shares):
         raise ConfigError(f"unknown shares {shares!r}; {nearest(shares, get_args(Shares))}")
-    wanted = parse_target(target)
+    wanted = _check_outputs(parse_target(target), output, shares, report)
     if diff is not None and (loads or is_check):
         raise ConfigError("--diff names its two loads itself; give no others, and no --check")
+    if (is_check or diff is not None) and (output is not None or report is not None):
+        verb, option = "--check" if is_check else "--diff", "-o" if output else "--report"
+        raise ConfigError(f"{verb} writes no file; leave {option} out")
     names = list(diff or loads or ())
     if not names:
         raise ConfigError(
@@ -160,6 +164,21 @@ def balance_command(
     _print(as_json(found), text, as_json_)
 
 
+def _check_outputs(target: Target, output: Path | None, shares: str, report: Path | None) -> Target:
+    """The target, if the names of what is to be written go with what would be in it."""
+    if output is not None:
+        check_ending(target, output)
+    elif target != "moesaic" or shares != "even":
+        option = "--for" if target != "moesaic" else "--shares"
+        raise ConfigError(f"{option} is about the placement that -o FILE writes; give -o, or leave it out")
+    if report is not None and report.suffix.lower() not in REPORT_ENDINGS:
+        raise ConfigError(
+            f"{report}: a report ends in {' or '.join(REPORT_ENDINGS)}, this name in "
+            f"{report.suffix or 'nothing'!r}"
+        )
+    return target
+
+
 def _print(values: dict[str, Any], text: str, is_json: bool) -> None:
     typer.echo(json.dumps(values, indent=2, allow_nan=False) if is_json else text)
 
@@ -188,7 +207,7 @@ def _check(dumps: tuple[Dump, ...], spec: ModelSpec | None, is_json: bool) -> No
 
 def _report(path: Path, found: Balance, text: str) -> None:
     made = import_module("moesaic.planner.balance_report")
-    if path.suffix == ".svg":
+    if path.suffix.lower() == ".svg":
         _write(path, made.picture(found).encode())
     else:
         _write(path, made.page(f"Expert load on {found.case.num_gpus} GPUs", text, found).encode())

@@ -150,11 +150,7 @@ def sum_steps(source: str, layout: str, counts: Any, *, step_of: str = "step") -
     Shapes:  counts [L, E] or [steps, L, E], numbers.
     Raises:  ConfigError for another shape, and for what `checked` refuses.
     """
-    try:
-        array = counts if isinstance(counts, np.ndarray) else np.asarray(counts, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
-        reason = _no_table(counts) or "counts are from 0 to 2^53, and every step has as many rows"
-        raise ConfigError(f"{source}: {reason}") from error
+    array = counts if isinstance(counts, np.ndarray) else _table(source, counts)
     if array.ndim not in (2, 3) or 0 in array.shape:
         raise ConfigError(
             f"{source}: counts must be [layers][experts] or [{step_of}s][layers][experts], got the shape "
@@ -174,20 +170,39 @@ def sum_steps(source: str, layout: str, counts: Any, *, step_of: str = "step") -
     ))  # fmt: skip
 
 
+def _table(source: str, counts: Any) -> FloatArray:
+    """Nested lists of numbers as an array: text is no number here, even if it could be read as one."""
+    try:
+        found = np.asarray(counts)
+        if found.dtype.kind in "iuf" or (found.dtype.kind == "O" and not _no_table(counts)):  # O: above 2^64
+            return found.astype(np.float64)
+    except (TypeError, ValueError, OverflowError):
+        pass  # what is wrong is said below, by its place
+    raise ConfigError(f"{source}: {_no_table(counts) or 'counts are from 0 to 2^53'}")
+
+
 def _no_table(rows: Any, step: str = "") -> str:
     """What makes nested lists no table of numbers: the first row or entry (from 0) that is unlike."""
     if not isinstance(rows, list):
-        return f"counts must be a list of rows, got a {type(rows).__name__}"
+        return f"{step or 'counts '}must be a list of rows, got a {type(rows).__name__}"
+    if not step and rows and isinstance(rows[0], list) and rows[0] and isinstance(rows[0][0], list):
+        for idx, one in enumerate(rows):
+            reason = _no_table(one, f"step {idx} ")
+            if reason:
+                return reason
+            if len(one) != len(rows[0]):
+                return f"step {idx} has {len(one)} rows, step 0 has {len(rows[0])}; they must be alike"
+            if one and len(one[0]) != len(rows[0][0]):
+                return f"step {idx} has {len(one[0])} experts, step 0 has {len(rows[0][0])}"
+        return ""
     for idx, row in enumerate(rows):
         if not isinstance(row, list):
             return f"{step}row {idx} must be a list of counts, got a {type(row).__name__}"
         if len(row) != len(rows[0]):
             return f"{step}row {idx} has {len(row)} entries, row 0 has {len(rows[0])}; they must be alike"
-        if row and isinstance(row[0], list) and not step:
-            return next(filter(None, (_no_table(one, f"step {at}, ") for at, one in enumerate(rows))), "")
         for expert, cell in enumerate(row):
-            if not isinstance(cell, int | float):
-                return f"{step}row {idx} must hold numbers, entry {expert} is {str(cell)[:40]!r}"
+            if isinstance(cell, bool) or not isinstance(cell, int | float):
+                return f"{step}row {idx} must hold numbers, entry {expert} is {json.dumps(cell)[:40]}"
     return ""
 
 

@@ -169,6 +169,9 @@ def _from_csv(path: Path) -> Dump:
             first = next(rows, None)
             if first is None:
                 raise ConfigError(f"{path}: empty")
+            other = next((mark for mark in ";\t|" if len(first[1]) == 1 and mark in first[1][0]), None)
+            if other is not None:
+                raise ConfigError(f"{path}: columns are separated by commas; this file has {other!r}")
             header = [cell.strip().lower() for cell in first[1]]
             if "count" in header:
                 return _long_csv(path, header, rows)
@@ -203,7 +206,9 @@ def _long_csv(path: Path, header: list[str], rows: Iterator[tuple[int, list[str]
         )
     at = [header.index(name) for name in ("layer", "expert", "count")]
     totals: dict[tuple[int, int], float] = {}
+    num_rows = 0
     for number, row in rows:
+        num_rows += 1
         if len(row) != len(header):
             raise ConfigError(f"{path}: line {number} has {len(row)} cells, the header {len(header)}")
         layer, expert, count = _numbers(path, number, [row[i] for i in at])
@@ -234,9 +239,11 @@ def _long_csv(path: Path, header: list[str], rows: Iterator[tuple[int, list[str]
     place = {layer: row for row, layer in enumerate(idxs)}
     for (layer, expert), count in totals.items():
         counts[place[layer], expert] = count
-    return checked(
-        Dump(source=str(path), layout="CSV", counts_LE=counts, num_steps=1, layer_idxs=tuple(idxs))
-    )
+    again = num_rows - len(totals)
+    notes = (f"{again} of {num_rows} rows name a layer and expert again: added up",) if again else ()
+    return checked(Dump(
+        source=str(path), layout="CSV", counts_LE=counts, num_steps=1, layer_idxs=tuple(idxs), notes=notes
+    ))  # fmt: skip
 
 
 def _numbers(path: Path, number: int, cells: list[str]) -> list[float]:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from moesaic.errors import ConfigError, nearest
-from moesaic.interop.dump import read_json
+from moesaic.interop.dump import MAX_JSON_BYTES, read_json
 from moesaic.interop.torch_file import torch_bytes
 from moesaic.placement.plan import placement_of
 from moesaic.placement.shares import even_shares
@@ -26,9 +27,14 @@ from moesaic.placement.slots import Placement
 from moesaic.spec.codec import from_plain, to_plain
 from moesaic.spec.deployment import check_plan, from_json
 from moesaic.spec.experts import ExpertPlan, FloatArray, IntArray
+from moesaic.units import format_bytes
 
 Target = Literal["moesaic", "sglang", "trtllm", "kt"]
+MAX_BLANK = 4096  # characters in which a file has to begin
 TARGETS: tuple[Target, ...] = get_args(Target)
+ENDINGS: Mapping[Target, tuple[str, ...]] = MappingProxyType(
+    {"moesaic": (".json",), "sglang": (".json",), "trtllm": (".yaml", ".yml"), "kt": (".json", ".pt")}
+)
 
 
 def parse_target(name: str) -> Target:
@@ -46,6 +52,18 @@ def parse_target(name: str) -> Target:
     raise ConfigError(f"unknown target {name!r}; {nearest(name, TARGETS)}")
 
 
+def check_ending(target: Target, path: Path) -> None:
+    """Nothing, if the ending of a file says what would be written.
+
+    Raises: ConfigError naming the endings of the target.
+    """
+    if path.suffix.lower() not in ENDINGS[target]:
+        raise ConfigError(
+            f"{path}: a placement for {target} ends in {' or '.join(ENDINGS[target])}, this name in "
+            f"{path.suffix or 'nothing'!r}"
+        )
+
+
 def placement_bytes(
     target: Target,
     plan: ExpertPlan,
@@ -61,9 +79,9 @@ def placement_bytes(
     """
     if target == "moesaic":
         return (json.dumps(to_plain(plan)) + "\n").encode()
-    if target == "kt":
-        return _kt(load_LE, layer_idxs, num_layers, suffix)
     ids_LP = _whole_even(target, plan)
+    if target == "kt":
+        return _kt(load_LE, layer_idxs, num_layers, suffix.lower())
     if target == "sglang":
         rows = np.tile(np.arange(ids_LP.shape[1]) % load_LE.shape[1], (num_layers, 1))
         rows[list(layer_idxs)] = ids_LP
@@ -112,7 +130,7 @@ def read_placement(
 
     Raises: ConfigError naming the file and what is wrong with it.
     """
-    if path.suffix.lower() in (".yaml", ".yml"):
+    if _starts_with(path) not in ("{", "["):
         return _from_map(path, _read_yaml(path, layer_idxs), num_gpus)
     data = read_json(path)
     if not isinstance(data, dict):
@@ -145,6 +163,15 @@ def read_placement(
     return placement, shares.reshape(placement.ids_LGC.shape)
 
 
+def _starts_with(path: Path) -> str:
+    """The first character that is no space, which tells JSON from YAML whatever the file is called."""
+    try:
+        with open(path, encoding="utf-8-sig") as stream:
+            return stream.read(MAX_BLANK).lstrip()[:1]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
 def _from_map(path: Path, rows_LP: IntArray, num_gpus: int | None) -> tuple[Placement, FloatArray]:
     if num_gpus is None:
         raise ConfigError(f"{path}: a map of slots does not say on how many GPUs they are; give --gpus")
@@ -175,6 +202,9 @@ def _rows(path: Path, rows: Any) -> IntArray:
 def _read_yaml(path: Path, layer_idxs: Sequence[int]) -> IntArray:
     """The assignments of a load balancer's YAML, lists in brackets or one entry a line."""
     try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ConfigError(f"{path}: {format_bytes(size)}; up to {format_bytes(MAX_JSON_BYTES)} are read")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
@@ -185,7 +215,10 @@ def _read_yaml(path: Path, layer_idxs: Sequence[int]) -> IntArray:
     ):
         layers[int(match[1])] = [int(number) for number in re.findall(r"\d+", match[2])]
     if not found or not layers:
-        raise ConfigError(f"{path}: no initial_global_assignments with lists of experts by layer")
+        raise ConfigError(
+            f"{path}: no placement: neither JSON nor a YAML with initial_global_assignments, lists "
+            "of experts by layer"
+        )
     wanted = list(layer_idxs) or sorted(layers)
     missing = [idx for idx in wanted if idx not in layers]
     if missing:

@@ -62,6 +62,8 @@ def read_torch(path: Path) -> Any:
     try:
         with open(path, "rb") as stream:
             start = stream.read(4)
+        if not start:
+            raise ConfigError(f"{path}: empty; record or copy it again")
         if start != b"PK\x03\x04":
             raise ConfigError(
                 f"{path}: not a zip file of torch.save but "

@@ -155,8 +155,8 @@ def _experts(dump: Dump, rows: FloatArray, top_k: int | None) -> list[Finding]:
             found.append(Finding(level="fault", kind="missing rank", message=text))
     if dead.any():
         text = (
-            f"{int(dead.sum())} expert{' was' if dead.sum() == 1 else 's were'} never chosen, in "
-            f"{int(dead.any(axis=1).sum())} of {len(rows)} layer{'s' if len(rows) > 1 else ''}"
+            f"{int(dead.sum())} of {dead.size} experts never chosen, in {int(dead.any(axis=1).sum())} of "
+            f"{len(rows)} layers"
         )
         found.append(Finding(level="warning", kind="dead experts", message=text))
     for k in (top_k,) if top_k else (2, 4, 6, 8):

@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 
 from moesaic.errors import ConfigError, nearest
+from moesaic.units import format_bytes, format_seconds
 
 TRACE_BLOCK = 512
 """Tokens of one hash id in a trace. Source: kvcache-ai/Mooncake, FAST25-release/README.md."""
 
 JSON_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 CSV_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MAX_TRACE_BYTES = 2**30  # guess: some million requests, which are held in memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +45,16 @@ def read_trace(path: Path, *, limit: int | None = None, sort: bool = False) -> t
     """The rows of a trace, in order of arrival, the first at 0 s; `limit` keeps the first ones.
 
     Raises: ConfigError naming file, line and field: unknown or missing columns, lengths below 1, times that
-            are not numbers, and times out of order unless `sort` says to put them in order.
+            are not numbers, and times out of order unless `sort` says to put them in order; a file that is
+            too large, before it is read.
     """
     try:
+        size = path.stat().st_size
+        if size > MAX_TRACE_BYTES:
+            raise ConfigError(
+                f"{path}: {format_bytes(size)}; a trace is held in memory, up to "
+                f"{format_bytes(MAX_TRACE_BYTES)}. Cut a stretch out of it (head -n 1000000)"
+            )
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
@@ -60,8 +69,8 @@ def read_trace(path: Path, *, limit: int | None = None, sort: bool = False) -> t
         if found and not sort:
             if row.at_s < found[-1][1].at_s:
                 raise ConfigError(
-                    f"{path}, line {number}: arrives at {row.at_s:g} s, before line {found[-1][0]} "
-                    f"({found[-1][1].at_s:g} s); sort the trace, or give --sort"
+                    f"{path}, line {number}: arrives {format_seconds(found[-1][1].at_s - row.at_s)} before "
+                    f"line {found[-1][0]}; sort the trace, or give --sort"
                 )
             if limit is not None and len(found) == limit:
                 break

@@ -83,6 +83,24 @@ def test_solved_shares_are_written_where_they_can_be(load, tmp_path):
         run(load, "--gpus", 4, "--slots", 20, "-o", path, "--shares", "solved", "--for", "sglang")
 
 
+@pytest.mark.parametrize("target", ["sglang", "kt"])
+def test_slices_are_written_only_by_what_carries_them(load, tmp_path, target):
+    with pytest.raises(ConfigError, match=f"{target} places whole experts: it cannot carry slices"):
+        run(load, "--gpus", 4, "--policy", "slices", "--for", target, "-o", tmp_path / "p.json")
+
+
+def test_a_current_plan_is_read_by_what_it_holds(load, tmp_path):
+    path = tmp_path / "plan.yaml"
+    run(load, "--gpus", 4, "--slots", 20, "-o", path, "--for", "trtllm", "--policy", "search")
+    path.rename(tmp_path / "plan.trtllm")
+    path = tmp_path / "plan.trtllm"
+    found = json.loads(run(load, "--gpus", 4, "--current", path, "--policy", "search", "--json").stdout)
+    assert found["policies"]["search"]["num_moves"] == 0
+    path.write_text("experts: none\n")
+    with pytest.raises(ConfigError, match="neither JSON nor a YAML with initial_global_assignments"):
+        run(load, "--gpus", 4, "--current", path)
+
+
 def test_check_and_diff(load, other, tmp_path):
     assert run(load, "--check").exit_code == 3  # layers count differently
     sound = tmp_path / "sound.json"
@@ -123,6 +141,12 @@ def test_pairs_place_by_coactivation(tmp_path):
         (("--gpus", 4, "--policy", "epbl"), "did you mean eplb"),
         (("--gpus", 4, "--for", "vllm"), "vLLM reads no placement file"),
         (("--gpus", 4, "--shares", "odd"), "unknown shares"),
+        (("--gpus", 4, "--shares", "solved"), "--shares is about the placement that -o FILE writes"),
+        (("--gpus", 4, "--for", "kt"), "--for is about the placement that -o FILE writes"),
+        (("--gpus", 4, "--for", "kt", "-o", "x.kt"), "x.kt: a placement for kt ends in .json or .pt"),
+        (("--gpus", 4, "--for", "trtllm", "-o", "x"), "ends in .yaml or .yml, this name in 'nothing'"),
+        (("--gpus", 4, "--report", "x.pdf"), "x.pdf: a report ends in .html or .svg, this name in '.pdf'"),
+        (("--check", "-o", "x.json"), "--check writes no file; leave -o out"),
         (("--gpus", 4, "--model", "deepseek-v3"), "16 experts, the model has 256"),
         (("--gpus", 4, "--diff", "a", "b"), "--diff names its two loads itself"),
         (("--gpus", 4, "--holdout", "absent.json"), "no such file, folder or address: 'absent.json'"),

@@ -239,6 +239,7 @@ def test_csv_long_and_wide(put):
     long = read_dump(put("a.csv", "\n".join(["layer,expert,count", *rows, "2,3,10"])))
     assert long.counts_LE[2].tolist() == [4, 0, 1, 13]
     assert long.sparse_layers == (1, 2)
+    assert long.notes == ("1 of 13 rows name a layer and expert again: added up",)
     wide = read_dump(put("b.csv", "\n".join(",".join(map(str, row)) for row in COUNTS.tolist())))
     assert sparse(wide) == WANTED
 
@@ -272,13 +273,18 @@ def test_routes(tmp_path):
         ("a.json", '{"logical_count": [[1, NaN]]}', "the count nan"),
         ("a.json", {"logical_count": [[[1, 2]], [[-1, 2]]]}, "expert 0 of row 0 has the count -1"),
         ("a.json", {"logical_count": [[1, 2], [1]]}, "row 1 has 1 entries, row 0 has 2"),
-        ("a.json", {"logical_count": [[[1, 2]], [[1]]]}, "every step has as many rows|they must be alike"),
+        ("a.json", {"logical_count": [[[1, 2]], [[1]]]}, "step 1 has 1 experts, step 0 has 2"),
+        ("a.json", {"logical_count": [[[1], [2]], [[1]]]}, "step 1 has 1 rows, step 0 has 2"),
+        ("a.json", {"logical_count": [[[1]], 2]}, "step 1 must be a list of rows, got a int"),
         (
             "a.json",
             {"logical_count": [[[1], [1]], [[1], [1, 2]]]},
-            "step 1, row 1 has 2 entries, row 0 has 1",
+            "step 1 row 1 has 2 entries, row 0 has 1",
         ),
-        ("a.json", {"logical_count": [[1, "x"]]}, "row 0 must hold numbers, entry 1 is 'x'"),
+        ("a.json", {"logical_count": [[1, "x"]]}, 'row 0 must hold numbers, entry 1 is "x"'),
+        ("a.json", {"logical_count": [["1", "2"]]}, 'row 0 must hold numbers, entry 0 is "1"'),
+        ("a.json", {"logical_count": [[True, False]]}, "row 0 must hold numbers, entry 0 is true"),
+        ("a.json", {"logical_count": [[1, None]]}, "row 0 must hold numbers, entry 1 is null"),
         ("a.json", {"logical_count": [[1, 2], 3]}, "row 1 must be a list of counts, got a int"),
         (
             "a.json",
@@ -303,6 +309,9 @@ def test_routes(tmp_path):
         ("a.csv", "layer,expert,count\n1,0.5,2", "both are ids from 0"),
         ("a.csv", "layer,expert,count\n1,0,nan", "line 2 has the count nan"),
         ("a.csv", "1,2\n3,x", "line 2 is not numbers"),
+        ("a.csv", "1;2\n3;4", "separated by commas; this file has ';'"),
+        ("a.csv", "layer\texpert\tcount\n", r"separated by commas; this file has '\\t'"),
+        ("a.pt", b"", "a.pt: empty; record or copy it again"),
         ("a.pkl", "x", "a pickle can run code"),
         ("a.txt", "x", "this one in '.txt'"),
         ("a.safetensors", "x", "give the folder, with its meta_info.json"),

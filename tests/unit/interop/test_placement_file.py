@@ -94,7 +94,7 @@ def test_what_a_target_cannot_carry_is_refused_by_name():
         ("a.json", '{"physical_to_logical_map": [[0, 1, 2]]}', "3 mod 4 = 3"),
         ("a.json", '{"slot_expert": [[0]]}', "version is missing"),
         ("a.json", "[]", "got a list"),
-        ("a.yaml", "num_slots: 3\n", "no initial_global_assignments"),
+        ("a.yaml", "num_slots: 3\n", "neither JSON nor a YAML with initial"),
         ("a.yaml", "initial_global_assignments:\n  3: [0, 1]\n", "no assignment for layer 5"),
     ],
 )

@@ -40,7 +40,7 @@ def test_csv_rows_have_seven_digits_of_a_second(tmp_path: Path) -> None:
 
 def test_times_out_of_order_are_refused_with_the_line_and_sorted_when_asked(tmp_path: Path) -> None:
     path = jsonl(tmp_path, {**GOOD, "timestamp": 2000}, {**GOOD, "timestamp": 1000, "output_length": 3})
-    with pytest.raises(ConfigError, match=r"line 2: arrives at 1 s, before line 1 \(2 s\).*--sort"):
+    with pytest.raises(ConfigError, match=r"line 2: arrives 1.00 s before line 1; .*--sort"):
         read_trace(path)
     assert [(row.at_s, row.output_tokens) for row in read_trace(path, sort=True)] == [(0.0, 3), (1.0, 7)]
 
@@ -84,6 +84,14 @@ def test_bad_columns_of_a_table_are_named(tmp_path: Path) -> None:
         read_trace(azure(tmp_path, "yesterday,2,3"))
     with pytest.raises(ConfigError, match="a heading and no request"):
         read_trace(azure(tmp_path))
+
+
+def test_a_trace_larger_than_memory_is_refused_unread(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, GOOD)
+    with path.open("r+b") as stream:
+        stream.truncate(10 * 2**30)  # sparse
+    with pytest.raises(ConfigError, match=r"10.7 GB; a trace is held in memory, up to 1.07 GB. Cut"):
+        read_trace(path)
 
 
 def test_no_file_and_an_empty_one(tmp_path: Path) -> None:
