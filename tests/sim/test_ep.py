@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -92,6 +94,19 @@ def test_slots_that_do_not_divide_leave_some_ranks_one_less() -> None:
     slots = placed_slots(np.arange(1.0, 8.0), 4, 3)
     assert sorted(np.bincount(slots.rank).tolist()) == [2, 2, 3, 3]
     assert np.bincount(slots.expert, weights=slots.share) == pytest.approx(1.0)
+
+
+def test_a_synchronous_step_waits_for_its_slowest_gpu() -> None:
+    case = EpCase(num_experts=8, experts_per_token=8, num_gpus=4, gpus_per_node=4, tokens_per_gpu=(8,),
+                  num_redundant=0, num_trials=1)  # fmt: skip
+    even = TopicTraffic.zipf(8, 0.0)
+    fast, slow = (study_ep(replace(case, slow=one), even, "even").rows[0] for one in (1.0, 3.0))
+    assert fast.placements["contiguous"].utilisation == 1.0
+    found = slow.placements["contiguous"]
+    assert found.rows.mean == 3.0
+    assert found.utilisation == pytest.approx((3 + 1 + 1 + 1) / (4 * 3))
+    with pytest.raises(ConfigError, match="slow is a factor of 1"):
+        replace(case, slow=0.5)
 
 
 def test_touched_experts_are_at_most_what_even_ones_give() -> None:

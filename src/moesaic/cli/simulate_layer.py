@@ -107,6 +107,9 @@ def ep_command(
     ] = None,
     profile: ProfileName = "calibrated",
     trials: Annotated[int, typer.Option(help="Batches of each size.")] = 20,
+    slow: Annotated[
+        float, typer.Option(help="A straggler: one GPU takes this many times as long for a row.")
+    ] = 1.0,
     seed: Seed = 0,
     svg: Svg = None,
     as_json: Json = False,
@@ -124,7 +127,7 @@ def ep_command(
         num_experts=num_experts, experts_per_token=k, num_gpus=count,
         gpus_per_node=min(gpus_per_node if machines is None else machines.link_domain, count),
         tokens_per_gpu=_numbers(tokens, "tokens"), num_redundant=count if redundant is None else redundant,
-        num_trials=trials, seed=seed,
+        num_trials=trials, slow=slow, seed=seed,
     )  # fmt: skip
     traffic, source = routing(spec, case, load=load, layer=layer, skew=skew, topics=topics)
     answer = study(case, traffic, source, priced_exchange(spec, machines, case, profile))

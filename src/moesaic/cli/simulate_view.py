@@ -66,6 +66,19 @@ def _messages(rows: Sequence[MessageRow]) -> list[str]:
     return lines + [f"  {row.name:<38}{row.num_messages:>10.1f}{_us(row.seconds):>14}" for row in rows]
 
 
+def _straggler(report: EpReport) -> list[str]:
+    """What a slow GPU does to all: collectives end with the last one."""
+    if report.case.slow == 1.0:
+        return []
+    last = report.rows[-1]
+    waits = ", ".join(f"{1 - one.utilisation:.0%} ({name})" for name, one in last.placements.items())
+    text = (
+        f"one GPU is {report.case.slow:g} x as slow: at {last.tokens_per_gpu} tokens the mean GPU waits for "
+        f"{waits} of a step; a profile shows that as time in collectives"
+    )
+    return ["  " + line for line in wrap(text, WIDTH - 2)]
+
+
 def _routing(report: EpReport) -> list[str]:
     case = report.case
     lines = [
@@ -93,6 +106,7 @@ def _routing(report: EpReport) -> list[str]:
         )
     lines += [
         "  busiest by the mean; rows are computed, arrivals received (a token once per GPU); busy: mean GPU",
+        *_straggler(report),
         "",
         f"{'a token is sent':<18}{'copies':>10}{'closed form':>13}{'across nodes':>14}{'closed form':>13}",
     ]

@@ -17,6 +17,7 @@ from moesaic.planner.sim.traffic import TopicTraffic, counted, max_mean, share_v
 from moesaic.spec.experts import FloatArray, IntArray
 
 VARIED_TOKENS = 4000  # of the batches whose expert shares are compared
+MAX_SLOW = 1000.0
 MAX_DRAWS = 600_000_000  # pairs of token and expert that a study of a minute draws
 
 
@@ -35,6 +36,7 @@ class EpCase:
     tokens_per_gpu: tuple[int, ...] = (1, 32, 128, 1024)
     num_redundant: int = 32  # further slots, over all GPUs, of the placement with copies
     num_trials: int = 20
+    slow: float = 1.0  # time of a row on GPU 0, in times of one on the others: a straggler
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -45,6 +47,10 @@ class EpCase:
         ):  # fmt: skip
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if not 1.0 <= self.slow <= MAX_SLOW:
+            raise ConfigError(
+                f"slow is a factor of 1 (as fast as the others) to {MAX_SLOW:g}, got {self.slow}"
+            )
         if self.experts_per_token > self.num_experts:
             raise ConfigError(f"top-k {self.experts_per_token} is more than the {self.num_experts} experts")
         if self.num_experts % self.num_gpus or self.num_redundant % self.num_gpus or self.num_redundant < 0:
@@ -88,13 +94,14 @@ class Spread:
 class Placement:
     """How even one placement keeps the GPUs.
 
-    Units:  busiest GPU by the mean; rows are what experts compute, arrivals tokens received over the wire (a
-            token with several experts on a GPU arrives once).
+    Units:  busiest GPU by the mean; rows are what experts compute (the slow GPU's count for as many as it
+            takes the time of), arrivals tokens received over the wire (a token with several experts on a GPU
+            arrives once).
     """
 
     rows: Spread
     arrivals: Spread
-    utilisation: float  # mean over GPUs while the busiest works: 1 / rows
+    utilisation: float  # mean over GPUs of the part of a step in which they work; the rest they wait
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +187,7 @@ def _row(
     hottest: list[float] = []
     touched: list[float] = []
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in placements}
+    worked: dict[str, list[float]] = {name: [] for name in placements}
     for _ in range(case.num_trials):
         topics = rng.integers(0, len(traffic.popularity_ZE), num_tokens)
         experts_TK = traffic.draw(rng, topics, case.experts_per_token)
@@ -187,7 +195,10 @@ def _row(
         hottest.append(max_mean(load_E))
         touched.append(float(np.count_nonzero(load_E)))
         for name, slots in placements.items():
-            found[name][0].append(max_mean(gpu_rows(load_E, slots, case.num_gpus)))
+            rows_G = gpu_rows(load_E, slots, case.num_gpus)
+            work_G = np.where(np.arange(case.num_gpus) == 0, case.slow * rows_G, rows_G)
+            found[name][0].append(float(work_G.max() / rows_G.mean()))
+            worked[name].append(float(work_G.mean() / rows_G.mean()))
             found[name][1].append(max_mean(arrivals(experts_TK, slots, case.num_gpus, rng)))
     chance = 1.0 - case.experts_per_token / case.num_experts
     return BatchRow(
@@ -197,7 +208,8 @@ def _row(
         experts=Spread.of(hottest),
         placements={
             name: Placement(
-                rows=Spread.of(rows), arrivals=Spread.of(received), utilisation=1.0 / float(np.mean(rows))
+                rows=Spread.of(rows), arrivals=Spread.of(received),
+                utilisation=float(np.mean(worked[name]) / np.mean(rows)),
             )
             for name, (rows, received) in found.items()
         },
