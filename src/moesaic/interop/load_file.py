@@ -258,13 +258,14 @@ def _numbers(path: Path, number: int, cells: list[str]) -> list[float]:
 
 def _from_npz(path: Path) -> Dump:
     """Routes: `experts` [layers, tokens, k], as a recorder of routes writes them; pairs come with them."""
-    size = path.stat().st_size
-    if size > MAX_ROUTES_BYTES:
-        raise ConfigError(
-            f"{path}: {format_bytes(size)} of routes; up to {format_bytes(MAX_ROUTES_BYTES)} are held in "
-            "memory"
-        )
     try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(info.file_size for info in archive.infolist() if info.filename == "experts.npy")
+        if size > MAX_ROUTES_BYTES:  # unpacked, as it would be held
+            raise ConfigError(
+                f"{path}: {format_bytes(size)} of routes; up to {format_bytes(MAX_ROUTES_BYTES)} are held in "
+                "memory"
+            )
         with np.load(path, allow_pickle=False) as data:
             if "experts" not in data.files:
                 raise ConfigError(

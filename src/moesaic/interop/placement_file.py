@@ -168,8 +168,10 @@ def _starts_with(path: Path) -> str:
     try:
         with open(path, encoding="utf-8-sig") as stream:
             return stream.read(MAX_BLANK).lstrip()[:1]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: no placement: neither JSON nor YAML, but other data") from error
 
 
 def _from_map(path: Path, rows_LP: IntArray, num_gpus: int | None) -> tuple[Placement, FloatArray]:

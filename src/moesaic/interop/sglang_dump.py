@@ -61,7 +61,7 @@ def _array(path: Path, value: Any, what: str) -> Any:
 
 def _integer(path: Path, value: Any, what: str) -> int:
     if not isinstance(value, int):
-        raise ConfigError(f"{path}: {what} must be a whole number, got {value!r:.60}")
+        raise ConfigError(f"{path}: {what} must be a whole number, got a {type(value).__name__}")
     return value
 
 

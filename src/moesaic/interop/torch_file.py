@@ -26,6 +26,8 @@ from moesaic.errors import ConfigError
 from moesaic.units import format_bytes
 
 MAX_PICKLE_BYTES = 64 * 2**20  # guess: objects beside the tensors; a dump of counts has kilobytes
+MAX_STEPS = 2**24  # guess: instructions; a small file can unpack to many, at a microsecond or so each
+MAX_ORDER_BYTES = 16  # "little" or "big"
 
 _DTYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -88,7 +90,9 @@ def _read_archive(path: Path, archive: zipfile.ZipFile) -> Any:
         )
     root = pickles[0].removesuffix("data.pkl")
     order = entries.get(f"{root}byteorder")
-    if order is not None and archive.read(order).strip() not in (b"little", b""):
+    if order is not None and (
+        order.file_size > MAX_ORDER_BYTES or archive.read(order).strip() not in (b"little", b"")
+    ):
         raise ConfigError(f"{path}: its numbers are big-endian; only little-endian files are read")
     size = entries[pickles[0]].file_size
     if size > MAX_PICKLE_BYTES:
@@ -115,16 +119,11 @@ class _Machine:
         Raises: ConfigError for an instruction or a name that is not data, and for a damaged program.
         """
         try:
-            with warnings.catch_warnings():  # about escapes in strings of a kind that is refused below
+            with warnings.catch_warnings():  # about escapes in strings of a kind that is refused here
                 warnings.simplefilter("ignore")
-                steps = list(pickletools.genops(program))
-            for opcode, argument, _ in steps:  # the whole of it is looked at before any of it is built
-                if opcode.name not in _KNOWN:
-                    raise self.refusal(f"the instruction {opcode.name}")
-                if opcode.name == "GLOBAL":
-                    self.check(_Name(*str(argument).split(" ", 1)))
-            for opcode, argument, _ in steps:
-                self.step(opcode.name, argument)
+                self.look_through(program)
+                for opcode, argument, _ in pickletools.genops(program):
+                    self.step(opcode.name, argument)
             if len(self.stack) != 1 or self.stack[0] is _MARK:
                 raise ValueError(f"{len(self.stack)} objects are left where one is due")
         except (ValueError, IndexError, KeyError, TypeError, AttributeError, struct.error) as error:
@@ -132,6 +131,16 @@ class _Machine:
                 raise
             raise ConfigError(f"{self.path}: its objects are damaged: {error!r}; copy it again") from error
         return self.stack[-1]
+
+    def look_through(self, program: bytes) -> None:
+        """Refuse what is no data, before any of it is built."""
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(program)):
+            if opcode.name not in _KNOWN:
+                raise self.refusal(f"the instruction {opcode.name}")
+            if opcode.name == "GLOBAL":
+                self.check(_Name(*str(argument).split(" ", 1)))
+            if number == MAX_STEPS:
+                raise ConfigError(f"{self.path}: over {MAX_STEPS:,} objects; record fewer passes")
 
     def refusal(self, what: str) -> ConfigError:
         """The error for what data do not need."""

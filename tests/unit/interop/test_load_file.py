@@ -368,3 +368,12 @@ def test_ids_that_would_take_all_memory_are_refused(put, tmp_path):
     np.savez(tmp_path / "a.npz", experts=np.array([[[2**40]]]))
     with pytest.raises(ConfigError, match="ids below 100000 are read"):
         read_dump(str(tmp_path / "a.npz"))
+
+
+def test_routes_that_unpack_to_more_than_memory_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, experts=np.zeros((1, 1000, 8), np.uint8))
+    assert path.stat().st_size < 1000
+    monkeypatch.setattr("moesaic.interop.load_file.MAX_ROUTES_BYTES", 7999)
+    with pytest.raises(ConfigError, match=r"kB of routes; up to"):
+        read_dump(str(path))

@@ -213,3 +213,23 @@ def test_a_spoilt_program_is_read_or_refused_and_nothing_else(tmp_path_factory, 
     path.write_bytes(archive(bytes(program), k0=np.arange(6, dtype=np.int32).tobytes()))
     with contextlib.suppress(ConfigError):
         read_torch(path)
+
+
+def test_a_small_file_that_unpacks_to_many_objects_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + b"N0" * 50_000 + b"N.")
+    assert path.stat().st_size < 2000
+    assert read_torch(path) is None
+    monkeypatch.setattr("moesaic.interop.torch_file.MAX_STEPS", 10_000)
+    with pytest.raises(ConfigError, match="over 10,000 objects"):
+        read_torch(path)
+
+
+def test_an_endless_byte_order_is_not_read(tmp_path):
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02N.")
+        archive.writestr("archive/byteorder", b"little" + b" " * 10_000)
+    with pytest.raises(ConfigError, match="big-endian"):
+        read_torch(path)
