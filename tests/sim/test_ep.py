@@ -146,7 +146,8 @@ def test_copies_over_the_wire_equal_their_closed_forms() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_gpus": 24}, "nearest numbers of GPUs are 16 and 32"),
+        ({"num_gpus": 24}, "nearest legal: 16 and 32 GPUs"),
+        ({"num_gpus": 512}, "nearest legal: 256 GPUs"),
         ({"num_redundant": 5}, "must divide over 32 GPUs"),
         ({"num_trials": 0}, "trials must be at least 1"),
         ({"experts_per_token": 300}, "more than the 256 experts"),

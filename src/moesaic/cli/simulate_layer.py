@@ -62,7 +62,7 @@ def pingpong_command(
             )
         attention_s, expert_s, transfer_s = (float(one or 0.0) / 1e3 for one in times)
         one = Stage(attention_s=attention_s, expert_s=expert_s, transfer_s=transfer_s)
-        name, count = "given times", layers or 32
+        name, count = "given times", 32 if layers is None else layers
     else:
         if any(value is not None for value in times):
             raise ConfigError("give a MODEL with --machine, or times in milliseconds, not both")
@@ -76,7 +76,7 @@ def pingpong_command(
             expert_tp=expert_tp, batch=batch, context=context, profile=profile,
         ).stage(spec)  # fmt: skip
         name = f"{model}, {batch} sequences of {context} on each of {nodes} x {tp} {machine}"
-        count = layers or len(spec.layers)
+        count = len(spec.layers) if layers is None else layers
     report = study_ping_pong(one, num_layers=count, shown=micro_batches, most=most)
     shown_s = report.chosen.total_s * min(SHOWN_LAYERS / count, 1.0)
     if plots is not None and svg is not None:
@@ -122,7 +122,7 @@ def ep_command(
     spec = None if model is None else read_config(locate(model).config, name=model)
     machines = None if machine is None else cluster(machine)
     num_experts, k = sizes_of(spec, experts, top_k)
-    count = gpus or (32 if machines is None else machines.num_devices)
+    count = gpus if gpus is not None else 32 if machines is None else machines.num_devices
     case = EpCase(
         num_experts=num_experts, experts_per_token=k, num_gpus=count,
         gpus_per_node=min(gpus_per_node if machines is None else machines.link_domain, count),

@@ -47,14 +47,14 @@ class SlotGrid:
             raise ConfigError(
                 f"{self.num_gpus} GPUs on {self.num_nodes} nodes: {self.num_gpus} mod {self.num_nodes} = "
                 f"{self.num_gpus % self.num_nodes}; the nearest legal numbers of nodes are "
-                f"{_divisors_near(self.num_gpus, self.num_nodes)}"
+                f"{divisors_near(self.num_gpus, self.num_nodes)}"
             )
         if self.num_experts % self.num_groups:
             raise ConfigError(
                 f"{self.num_experts} experts in {self.num_groups} groups: {self.num_experts} mod "
                 f"{self.num_groups} = {self.num_experts % self.num_groups}; the nearest legal numbers of "
                 "groups "
-                f"are {_divisors_near(self.num_experts, self.num_groups)}"
+                f"are {divisors_near(self.num_experts, self.num_groups)}"
             )
 
     @property
@@ -78,7 +78,7 @@ def round_slots(num_slots: int, num_experts: int, num_gpus: int) -> int:
     return -(-max(num_slots, num_experts) // num_gpus) * num_gpus
 
 
-def _divisors_near(total: int, wanted: int) -> str:
+def divisors_near(total: int, wanted: int) -> str:
     """The nearest divisors of `total` on both sides of `wanted`."""
     below = max(n for n in range(1, min(wanted, total) + 1) if total % n == 0)
     above = next((n for n in range(wanted, total + 1) if total % n == 0), None)

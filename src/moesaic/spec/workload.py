@@ -56,8 +56,10 @@ def read_trace(path: Path, *, limit: int | None = None, sort: bool = False) -> t
                 f"{format_bytes(MAX_TRACE_BYTES)}. Cut a stretch out of it (head -n 1000000)"
             )
         lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} cannot be read: not UTF-8 text: {error}") from error
     first = next((line for line in lines if line.strip()), "")
     if not first:
         raise ConfigError(f"{path} is empty: a trace has one request a line")

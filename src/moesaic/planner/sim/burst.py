@@ -14,10 +14,11 @@ import numpy as np
 
 from moesaic.errors import ConfigError
 from moesaic.planner.sim.serve import Percentiles
-from moesaic.planner.sim.traffic import TopicTraffic, max_mean
+from moesaic.planner.sim.traffic import TopicTraffic, check_draws, max_mean
 from moesaic.sched.buffer import FactorPolicy, captured
 
 CAPTURED = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)  # factors that buffers of several sizes are captured for
+NUM_LOADS = 64  # of steps that are drawn, of each part
 HOT_SHARE = 0.6  # of a burst's tokens that are of the hot topic
 SWING = 0.25  # of the factor, up and down again, that counts as one: a buffer of another size
 
@@ -56,6 +57,10 @@ class BurstCase:
                 raise ConfigError(f"{name} must be a finite number above 0, got {getattr(self, name):g}")
         if self.burst < 1.0:
             raise ConfigError(f"a burst is at least 1 times the traffic, got {self.burst:g}")
+        check_draws(
+            float(self.tokens) * (1.0 + self.burst) * self.num_experts * NUM_LOADS,
+            f"{NUM_LOADS} steps x tokens x experts, quiet and in the burst", "--tokens or a smaller --burst",
+        )  # fmt: skip
         if self.before_s + self.burst_s + self.after_s > 600.0:
             raise ConfigError("before, burst and after are more than the 600 s that are simulated; give less")
 
@@ -120,8 +125,6 @@ def study_burst(case: BurstCase, policy: FactorPolicy, static: tuple[float, ...]
 class _Draws:
     """Loads of steps, drawn once and used by every way alike: so many of each part, in turn."""
 
-    NUM = 64
-
     def __init__(self, case: BurstCase) -> None:
         rng = np.random.default_rng(case.seed)
         quiet = TopicTraffic.zipf(case.num_experts, case.skew, seed=case.seed)
@@ -133,12 +136,12 @@ class _Draws:
                 both.counts(
                     rng, (rng.random(count) < HOT_SHARE * is_on).astype(np.int64), case.experts_per_token
                 )
-                for _ in range(self.NUM)
+                for _ in range(NUM_LOADS)
             ]
 
     def load(self, step_idx: int, is_on: bool) -> np.ndarray:
         """The load [E] of a step."""
-        return self._loads[is_on][step_idx % self.NUM]
+        return self._loads[is_on][step_idx % NUM_LOADS]
 
     def by_part(self) -> dict[str, list[np.ndarray]]:
         """Loads outside the burst and in it."""

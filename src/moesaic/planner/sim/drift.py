@@ -17,7 +17,7 @@ from moesaic.placement.pack import greedy_copies, pack_apart
 from moesaic.placement.plan import relabel
 from moesaic.placement.slots import Placement, balancedness, copies, gpu_load, num_moves
 from moesaic.placement.trigger import LoadWindow, ReplicaRule, replication_reasons
-from moesaic.planner.sim.traffic import TopicTraffic
+from moesaic.planner.sim.traffic import TopicTraffic, check_draws
 from moesaic.spec.experts import IntArray
 
 MAX_SECONDS = 3600
@@ -67,6 +67,10 @@ class DriftCase:
             raise ConfigError("a drift needs two topics or more, from one to another")
         if not self.drift_s >= 0 or self.duration_s > MAX_SECONDS:
             raise ConfigError(f"before, drift and after must add up to at most {MAX_SECONDS} s")
+        check_draws(
+            float(self.tokens_per_s) * self.duration_s * self.num_experts, "tokens x seconds x experts",
+            "seconds, tokens or --experts",
+        )  # fmt: skip
         if not (math.isfinite(self.fetch_s) and self.fetch_s >= 0):
             raise ConfigError(f"fetch_s must be a finite number of at least 0, got {self.fetch_s:g}")
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from moesaic.cost.exchange import copies_once, copies_over_nodes, copies_sent, payload_share
 from moesaic.errors import ConfigError
+from moesaic.placement.grid import divisors_near
 from moesaic.placement.pack import Slots, placed_slots
-from moesaic.planner.sim.traffic import TopicTraffic, counted, max_mean, share_variation
+from moesaic.planner.sim.traffic import TopicTraffic, check_draws, counted, max_mean, share_variation
 from moesaic.spec.experts import FloatArray, IntArray
 
 VARIED_TOKENS = 4000  # of the batches whose expert shares are compared
 MAX_SLOW = 1000.0
-MAX_DRAWS = 600_000_000  # pairs of token and expert that a study of a minute draws
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,22 +54,18 @@ class EpCase:
         if self.experts_per_token > self.num_experts:
             raise ConfigError(f"top-k {self.experts_per_token} is more than the {self.num_experts} experts")
         if self.num_experts % self.num_gpus or self.num_redundant % self.num_gpus or self.num_redundant < 0:
-            legal = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
-            below = max(n for n in legal if n <= max(self.num_gpus, 1))
-            above = min((n for n in legal if n >= self.num_gpus), default=legal[-1])
             raise ConfigError(
                 f"{self.num_experts} experts and {self.num_redundant} redundant slots must divide over "
-                f"{self.num_gpus} GPUs; the nearest numbers of GPUs are {below} and {above}, and redundant "
-                "slots come in multiples of the GPUs"
+                f"{self.num_gpus} GPUs; nearest legal: "
+                f"{divisors_near(self.num_experts, self.num_gpus)} GPUs, and redundant slots in multiples of "
+                "them"
             )
         if self.num_gpus % self.gpus_per_node and self.num_gpus > self.gpus_per_node:
             raise ConfigError(f"{self.num_gpus} GPUs are no whole number of nodes of {self.gpus_per_node}")
-        draws = sum(self.tokens_per_gpu) * self.num_gpus * self.num_experts * self.num_trials
-        if draws > MAX_DRAWS:
-            raise ConfigError(
-                f"{draws:,} draws (tokens x GPUs x experts x trials) are more than the {MAX_DRAWS:,} of a "
-                "study of a minute; give fewer --tokens or --trials"
-            )
+        check_draws(
+            float(sum(self.tokens_per_gpu)) * self.num_gpus * self.num_experts * self.num_trials,
+            "tokens x GPUs x experts x trials", "--tokens or --trials",
+        )  # fmt: skip
 
     @property
     def num_nodes(self) -> int:

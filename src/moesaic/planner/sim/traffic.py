@@ -16,6 +16,8 @@ from moesaic.errors import ConfigError
 from moesaic.spec.experts import FloatArray, IntArray
 
 CHUNK_TOKENS = 4096  # drawn at a time, so that memory does not grow with the batch
+MAX_DRAWS = 600_000_000  # pairs of token and expert that a study of a minute draws
+MAX_POPULARITIES = 10_000_000  # topics x experts that are held
 MAX_TAKEN = (
     0.5  # of the popularity, by a token's first choices: beyond, drawing again and again takes longest
 )
@@ -34,10 +36,15 @@ class TopicTraffic:
     def zipf(cls, num_experts: int, exponent: float, *, num_topics: int = 1, seed: int = 0) -> Self:
         """Topics that each like other experts: the r-th favourite by r ** -exponent, ids shuffled per topic.
 
-        Raises: ConfigError for an exponent below 0 and for fewer than one topic.
+        Raises: ConfigError for an exponent below 0, for fewer than one topic, and for more than are held.
         """
         if num_topics < 1:
             raise ConfigError(f"topics must be at least 1 (one: plain skew), got {num_topics}")
+        if num_topics * num_experts > MAX_POPULARITIES:
+            raise ConfigError(
+                f"{num_topics:,} topics of {num_experts} experts are more than the {MAX_POPULARITIES:,} "
+                "popularities that are held; give fewer --topics"
+            )
         rows = [zipf_shares(num_experts, exponent, seed + topic).of_layer(0) for topic in range(num_topics)]
         return cls(popularity_ZE=np.array(rows))
 
@@ -117,6 +124,18 @@ def _race(
     waits_TE = rng.standard_exponential((len(topic_T), popularity_ZE.shape[1]), np.float32)
     waits_TE /= popularity_ZE.astype(np.float32)[topic_T]
     return np.argpartition(waits_TE, num_chosen - 1, axis=1)[:, :num_chosen].astype(np.int64)
+
+
+def check_draws(draws: float, what: str, options: str) -> None:
+    """Nothing, if so many pairs of token and expert are drawn in a minute.
+
+    Raises: ConfigError naming what they are a product of, and the options to lower.
+    """
+    if draws > MAX_DRAWS:
+        raise ConfigError(
+            f"{draws:,.0f} draws ({what}) are more than the {MAX_DRAWS:,} of a study of a minute; give fewer "
+            f"{options}"
+        )
 
 
 def counted(experts_TK: IntArray, num_experts: int) -> IntArray:
