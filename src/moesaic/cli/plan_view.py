@@ -8,7 +8,7 @@ from textwrap import wrap
 from moesaic.cost.term import Interval
 from moesaic.planner.advice import Advice, worth_saying
 from moesaic.planner.balanced import shown_balance
-from moesaic.planner.compare import Way
+from moesaic.planner.compare import CLOSE, Way, why_taken
 from moesaic.planner.concurrency import Band
 from moesaic.planner.plan import Plan, Pool
 from moesaic.planner.question import price_unit, undeclared_format
@@ -142,8 +142,10 @@ def _way(way: Way, plan: Plan) -> str:
 
 def _runner_up(best: Plan, other: Plan, missed: Sequence[str]) -> list[str]:
     loss = 1.0 - other.value / best.value
-    why = "nearer to what was asked" if missed else "the smaller unit"
-    text = f"{loss:.1%} less" if loss >= 0 else f"{-loss:.1%} more, but the answer is {why}"
+    why = (
+        "the answer is nearer to what was asked" if missed else f"within {CLOSE:.0%} {why_taken(best, other)}"
+    )
+    text = f"{loss:.1%} less" if loss >= 0 else f"{-loss:.1%} more, but {why}"
     pools = " + ".join(f"{pool.role} {pool}" for pool in other.pools)
     return [f"{text}: {pools}", f"TPOT {_interval(other.tpot)}, TTFT {_interval(other.ttft)}"]
 

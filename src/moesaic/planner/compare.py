@@ -14,8 +14,7 @@ from moesaic.planner.match import KIND, Choices
 from moesaic.planner.plan import Plan
 
 CLOSE = 0.02
-"""Plans this near to the best are equal; of them the one with fewest pipeline stages, then fewest expert
-ranks, is taken: it is the smaller unit to lose, to fill and to grow by."""
+"""Plans this near to the best are equal, as are pools by themselves and times per token this near to it."""
 
 Way = Literal["in one node", "over nodes", "prefill apart", "attention and experts apart"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -63,7 +62,7 @@ class Ranking:
     kind: FloatArray
     owner: np.ndarray
     inner: np.ndarray
-    best: int  # with the fewest expert ranks among equals
+    best: int  # the smallest among equals
 
     @staticmethod
     def of(choices: Sequence[Choices], missed: Sequence[str] = ()) -> Ranking:
@@ -72,17 +71,26 @@ class Ranking:
             np.concatenate([getattr(one, name) for one in choices])
             for name in ("value", "prefill_ep", "prefill_pp", "kind")
         )
-        equal = np.flatnonzero(value >= value.max() * (1.0 - CLOSE))
+        owner = np.concatenate([np.full(len(one.value), idx) for idx, one in enumerate(choices)])
+        alone, tpot_s = (
+            np.concatenate([getattr(one, name) for one in choices]) for name in ("alone", "tpot_s")
+        )
+        equal = _equals(value, alone, owner)
         ep, pp = (kind[equal, KIND.index(name)] for name in ("ep", "pp"))
-        order = np.lexsort((-value[equal], prefill_ep[equal], prefill_pp[equal], ep, pp))  # the last decides
-        best = int(equal[order[0]])
+        best = int(
+            equal[
+                _smallest(
+                    np.stack([pp, ep, prefill_pp[equal], prefill_ep[equal]]), tpot_s[equal], value[equal]
+                )
+            ]
+        )
         if len(missed) == 1:
             name, sign = ("in_flight", -1.0) if missed[0] == "concurrency" else (missed[0], 1.0)
             far = sign * np.concatenate([getattr(one, name) for one in choices])
             best = int(np.lexsort((-value, far))[0])
         return Ranking(
             choices=choices, value=value, kind=kind, best=best,
-            owner=np.concatenate([np.full(len(one.value), idx) for idx, one in enumerate(choices)]),
+            owner=owner,
             inner=np.concatenate([np.arange(len(one.value)) for one in choices]),
         )  # fmt: skip
 
@@ -108,3 +116,45 @@ class Ranking:
 
     def _most(self, chosen: np.ndarray) -> int | None:
         return int(np.argmax(np.where(chosen, self.value, -np.inf))) if chosen.any() else None
+
+
+def _equals(value: FloatArray, alone: FloatArray, owner: np.ndarray) -> np.ndarray:
+    """Rows as good as the best: by what they are worth together, and of each build by its pools one by one.
+
+    Where one phase takes nearly all devices, the whole hardly depends on the other's layout: that pool, too,
+    is to be one that a larger service would be made of. What decodes is judged first.
+    """
+    equal = np.flatnonzero(value >= value.max() * (1.0 - CLOSE))
+    found = []
+    for build in np.unique(owner[equal]):
+        rows = equal[owner[equal] == build]
+        for phase in range(alone.shape[1]):
+            worth = alone[rows, phase]
+            rows = rows[worth >= worth.max() * (1.0 - CLOSE)]
+        found.append(rows)
+    return np.concatenate(found)
+
+
+def _smallest(sizes: FloatArray, tpot_s: FloatArray, value: FloatArray) -> int:
+    """The row that is the smallest by the first of `sizes`, then the next; of those as large as it the one
+    with the shortest time per token, and of those as fast the one worth most.
+
+    A smaller unit is less to lose, to fill and to grow by.
+    """
+    least = sizes[:, np.lexsort(sizes[::-1])[0]]
+    rows = np.flatnonzero(np.all(sizes == least[:, None], axis=0))
+    rows = rows[tpot_s[rows] <= tpot_s[rows].min() * (1.0 + CLOSE)]
+    return int(rows[np.argmax(value[rows])])
+
+
+def why_taken(best: Plan, other: Plan) -> str:
+    """What speaks for a plan that is worth no more than another, within `CLOSE` of it."""
+    sizes = [
+        tuple(pool.layout[knob] for pool in reversed(one.pools) for knob in ("pp", "ep"))
+        for one in (best, other)
+    ]
+    if sizes[0] < sizes[1]:
+        return "the smaller unit is taken"
+    if sizes[0] == sizes[1] and float(best.tpot.value) < float(other.tpot.value):
+        return "the shorter time per token is taken"
+    return "what is better by its pools one by one is taken"

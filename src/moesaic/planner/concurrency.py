@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from moesaic.planner.compare import CLOSE, Ranking
+from moesaic.planner.compare import CLOSE, Ranking, why_taken
 from moesaic.planner.demand import Demand
 from moesaic.planner.plan import Plan
 from moesaic.planner.pools import Refused, Rows, layout_name, serve_rows
@@ -147,7 +147,7 @@ def _why(verdict: Verdict) -> tuple[float | None, str]:
     text = f"{where} {_name(taken)} over {_name(other)}: "
     if ratio <= 1.0 + 1e-9:
         less = f"{1.0 - ratio:.1%} less" if ratio < 1.0 - 1e-9 else "as much"
-        return 0.0, f"{text}{less}, and what is within {CLOSE:.0%} is equal: the smaller unit is taken"
+        return 0.0, f"{text}{less}, and what is within {CLOSE:.0%} is equal: {why_taken(taken, other)}"
     return ratio - 1.0, text + _argument(taken, other, verdict.demand)
 
 

@@ -23,8 +23,8 @@ KIND = ("tp", "dp", "kvp", "ep", "expert_tp", "pp")
 class Choices:
     """Comparable deployments of one kind.
 
-    Shapes:  kind is [n, KIND] of what decodes, the others [n]; equal rows of kind are variants of one
-             layout.
+    Shapes:  kind is [n, KIND] of what decodes, alone [n, 2], the others [n]; equal rows of kind are variants
+             of one layout.
     """
 
     value: FloatArray
@@ -34,6 +34,7 @@ class Choices:
     ttft_s: FloatArray
     tpot_s: FloatArray
     in_flight: FloatArray  # requests over all instances
+    alone: FloatArray  # what decodes and what prefills by itself, in the objective's currency
     make: Callable[[int], Plan]
 
 
@@ -141,13 +142,29 @@ def match(
         )  # fmt: skip
 
     first, second = pairs.T
+    alone = np.stack([_decode_worth(decoders, costs, demand)[second],
+                      _prefill_worth(prefill, costs[prefill_idx], demand)[first]], axis=1)  # fmt: skip
     held = decoders.rate * decoders.tpot_s * demand.osl  # by an instance
     return Choices(
         value=value[first, second], prefill_ep=prefill.ep[first], prefill_pp=prefill.stages[first],
         kind=decoders.kind[second], ttft_s=prefill.ttft_s[first], tpot_s=decoders.tpot_s[second],
-        in_flight=decode_count[first, second] * held[second],
+        in_flight=decode_count[first, second] * held[second], alone=alone,
         make=make,
     )  # fmt: skip
+
+
+def _decode_worth(decoders: Decoders, costs: FloatArray, demand: Demand) -> FloatArray:
+    """What one instance that decodes is worth by itself."""
+    if demand.objective == "latency":
+        return np.asarray(1.0 / decoders.tpot_s)
+    return np.asarray(decoders.rate / (decoders.usage @ costs))
+
+
+def _prefill_worth(prefill: Rows, cost: float, demand: Demand) -> FloatArray:
+    """What one instance that prefills is worth by itself."""
+    if demand.objective == "latency":
+        return np.asarray(1.0 / prefill.ttft_s)
+    return np.asarray(prefill.rate / (prefill.devices * cost))
 
 
 def value_of(

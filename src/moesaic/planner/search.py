@@ -13,7 +13,7 @@ import numpy as np
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.term import FloatArray
 from moesaic.errors import CapacityError
-from moesaic.planner.compare import Ranking, Way, best_of_each
+from moesaic.planner.compare import Ranking, Way, best_of_each, way_of
 from moesaic.planner.concurrency import Band, Verdict, bands, rows_by_concurrency
 from moesaic.planner.demand import Demand, unit_cost
 from moesaic.planner.disaggregate import grids
@@ -112,13 +112,14 @@ def search(question: Question) -> Answer:
         raise CapacityError(_nothing_fits(question, refused))
     ranking = Ranking.of(choices, missed)
     second, other = ranking.runner_up, ranking.other_way
+    best = ranking.plan(ranking.best)
     if len(missed) == 1:
         _name_nearest(refused, ranking, missed[0], question.demand)
     return Answer(
-        best=ranking.plan(ranking.best), runner_up=None if second is None else ranking.plan(second),
+        best=best, runner_up=None if second is None else ranking.plan(second),
         other_way=None if other is None else ranking.plan(other), demand=demand, ruled_out=refused.misses,
         num_candidates=sum(pricer.counted[0] for pricer in pricers), search_s=time.perf_counter() - start,
-        missed=missed, ways=best_of_each(choices),
+        missed=missed, ways={**best_of_each(choices), way_of(best): best},
     )  # fmt: skip
 
 
@@ -269,7 +270,8 @@ def _serve_choices(pricer: Pricer, rows: Rows, demand: Demand, is_one: bool) -> 
     kind = kind_of(rows)
     return Choices(
         value=value, prefill_ep=rows.ep, prefill_pp=rows.stages, kind=kind, ttft_s=rows.ttft_s,
-        tpot_s=rows.tpot_s, in_flight=rows.batch * kind[:, KIND.index("dp")] * rows.count, make=make,
+        tpot_s=rows.tpot_s, in_flight=rows.batch * kind[:, KIND.index("dp")] * rows.count,
+        alone=np.stack([value, value], axis=1), make=make,
     )  # fmt: skip
 
 
