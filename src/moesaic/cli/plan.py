@@ -14,7 +14,7 @@ from moesaic.cost.load import ExpertShares
 from moesaic.errors import ConfigError, nearest
 from moesaic.planner.advice import Advice, habits, suitability
 from moesaic.planner.answer import as_json
-from moesaic.planner.demand import OBJECTIVES, Demand, Objective
+from moesaic.planner.demand import OBJECTIVES, Demand, Objective, stretched
 from moesaic.planner.deployment import deployment_of
 from moesaic.planner.load_file import default_skew, grouped, read_load, skewed
 from moesaic.planner.question import clusters_of, format_choices
@@ -108,7 +108,7 @@ def plan_command(
         prefix_hit=prefix_hit,
         objective=objective,  # type: ignore[arg-type]
     )  # fmt: skip
-    demand.check_length(spec.max_position)
+    stretched(demand.length, spec.max_position)  # before the search: it may be refused
     if report is not None:
         if report.suffix not in (".html", ".svg"):
             raise ConfigError(f"--report {report}: a report is .html, a page, or .svg, its plots alone")
@@ -149,7 +149,7 @@ def _show(
             text = render(model, question, answer, bands, advice)
             write_text(report, made.page(f"A plan for {model}", text, answer, question))
     if is_json:
-        typer.echo(json.dumps(as_json(answer, bands, advice), indent=2, allow_nan=False))
+        typer.echo(json.dumps(as_json(model, question, answer, bands, advice), indent=2, allow_nan=False))
     else:
         typer.echo(render(model, question, answer, bands, advice))
     if answer.missed:

@@ -7,11 +7,12 @@ from textwrap import wrap
 
 from moesaic.cost.term import Interval
 from moesaic.planner.advice import Advice, worth_saying
+from moesaic.planner.answer import notes_on
 from moesaic.planner.balanced import shown_balance
 from moesaic.planner.compare import CLOSE, Way, why_taken
 from moesaic.planner.concurrency import Band
 from moesaic.planner.plan import Plan, Pool
-from moesaic.planner.question import price_unit, undeclared_format
+from moesaic.planner.question import price_unit
 from moesaic.planner.residency import Residency
 from moesaic.planner.search import Answer, Question
 from moesaic.units import format_bytes, format_seconds
@@ -27,7 +28,7 @@ def render(
     """The answer, why, what else, and what not."""
     best = answer.best
     lines = [f"{model} on {' + '.join(str(one) for one in question.clusters)}, {_asked(question)}"]
-    lines += _row("note", _notes(model, question))
+    lines += _row("note", notes_on(model, question))
     lines += _missed(question, answer)
     lines += _row(
         "answer",
@@ -46,8 +47,7 @@ def render(
         lines += _row("runner-up", _runner_up(best, answer.runner_up, answer.missed))
     lines += _row("ways", [_way(way, plan) for way, plan in answer.ways.items()])
     lines += _memory(best.pools)
-    if sum(one.num_devices for one in question.clusters) > 1:  # one device leaves no choice
-        lines += _row("EP or not?", [_band(band) for band in bands])
+    lines += _row("EP or not?", [_band(band) for band in bands])
     lines += _row("advice", worth_saying(advice))
     lines += _row("ruled out", [
         f"{miss.count} by {_reason(name)}, nearest {miss.nearest}" for name, miss in answer.ruled_out.items()
@@ -57,18 +57,6 @@ def render(
         f"{best.source}, profile {question.profile}, {question.load}"
     ])  # fmt: skip
     return "\n".join(lines)
-
-
-def _notes(model: str, question: Question) -> list[str]:
-    found = [price_unit(question.clusters)[1]]
-    if question.demand.length > question.model.max_position:
-        found.append(
-            f"{question.demand.length} positions are beyond the model's {question.model.max_position}; "
-            "priced as if it had them"
-        )
-    if any(choice.weights is None for choice in question.choices):
-        found.append(undeclared_format(model, question.model))
-    return [note for note in found if note is not None]
 
 
 def _asked(question: Question) -> str:
@@ -90,7 +78,7 @@ def _missed(question: Question, answer: Answer) -> list[str]:
         return []
     best = answer.best
     takes = {
-        "tpot_s": f"--tpot-ms {float(best.tpot.value) * 1e3 + 0.05:.1f}",
+        "tpot_s": f"--tpot-ms {best.token_s * 1e3 + 0.05:.1f}",
         "ttft_s": f"--ttft-ms {float(best.ttft.value) * 1e3 + 0.5:.0f}",
         "concurrency": f"--concurrency {best.num_sequences}",
     }
@@ -127,7 +115,9 @@ def _residency(held: Residency) -> str:
     )
 
 
-def _interval(interval: Interval) -> str:
+def _interval(interval: Interval | None) -> str:
+    if interval is None:
+        return "-"
     value, low, high = (float(one) for one in (interval.value, interval.low, interval.high))
     return f"{format_seconds(value)} ({format_seconds(low)} to {format_seconds(high)})"
 
@@ -136,7 +126,7 @@ def _way(way: Way, plan: Plan) -> str:
     price = "" if plan.price is None else f", {plan.tokens_per_s / plan.price:.4g} per price"
     return (
         f"{way}: {_rate(plan.tokens_per_s_per_gpu)} tokens/s per GPU{price}, TPOT "
-        f"{format_seconds(float(plan.tpot.value))}"
+        f"{'-' if plan.tpot is None else format_seconds(plan.token_s)}"
     )
 
 

@@ -6,6 +6,7 @@ Prompts and decoding share the ranks (continuous batching). One walk prices an a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from moesaic.cost.layouts import Split, largest_batch, step_cost
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.ops import Formats, Work
 from moesaic.cost.profile import Profile
-from moesaic.cost.term import Cost, Number, leaves, step_seconds
+from moesaic.cost.term import Cost, CostTerm, Number, Par, Repeat, leaves, step_seconds
 from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import ModelSpec
 
@@ -83,8 +84,7 @@ def phases(
     decode_s, prefill_s = (step_seconds(cost).value for cost in steps)
     prefill_s = prefill_s - profile.step_s  # its host work is in `Interference.first_s`
     own = interference
-    added_s = prefill_beside_decode(steps[1], active)
-    tpot_s = decode_s + own.prefill_in_decode * (active - 1) / output * added_s
+    tpot_s = decode_s + (active - 1) / output * prefill_beside_decode(steps[1], active, own)
     ttft_s = prefill_s * (1 + own.queue_share * (active**own.queue_power - 1)) + own.first_steps * decode_s
     ttft_s = ttft_s + own.first_s + own.eager * launched_s(steps[1])
     ttft_s = ttft_s + own.slot_share * (batch / active - 1) * output * tpot_s
@@ -121,16 +121,30 @@ def launched_s(cost: Cost) -> Number:
     return total
 
 
-def prefill_beside_decode(prefill: Cost, batch: Number) -> Number:
+def prefill_beside_decode(
+    prefill: Cost, batch: Number, own: Interference, rows: np.ndarray | None = None
+) -> Number:
     """Seconds that a prompt adds to the steps it shares with `batch` sequences.
 
     Its products and transfers count; weights are read for the batch anyway, so only its share of them does;
-    it launches nothing of its own.
+    it launches nothing of its own. The engine, the planner and the simulator charge this and nothing else.
+
+    Shapes:  of a tree over arrays only `rows`, where they are given; batch goes along with them.
     """
-    total: Number = 0.0
-    for times, term in leaves(prefill):
-        if term.resource in ("link", "network"):
-            total = total + times * (term.seconds.value - term.overhead_s)
-        elif term.resource != "overhead":
-            total = total + times * np.maximum(term.compute_s, term.memory_s / batch)
-    return total
+    return own.prefill_in_decode * _beside(prefill, batch, slice(None) if rows is None else rows)
+
+
+def _beside(cost: Cost, batch: Number, rows: np.ndarray | slice) -> Number:
+    def of(number: Number) -> Number:
+        return number[rows] if np.ndim(number) else number  # type: ignore[index]
+
+    if isinstance(cost, CostTerm):
+        if cost.resource == "overhead":
+            return 0.0
+        if cost.resource in ("compute", "memory"):
+            return np.maximum(of(cost.compute_s), of(cost.memory_s) / batch)
+        return of(cost.seconds.value) - of(cost.overhead_s)
+    if isinstance(cost, Repeat):
+        return of(cost.times) * _beside(cost.part, batch, rows)
+    parts = [_beside(part, batch, rows) for part in cost.parts]
+    return reduce(np.maximum if isinstance(cost, Par) else np.add, parts, np.zeros(()))

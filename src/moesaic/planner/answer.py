@@ -9,14 +9,34 @@ from moesaic.cost.term import Interval
 from moesaic.planner.advice import Advice
 from moesaic.planner.compare import TRADES
 from moesaic.planner.concurrency import Band
+from moesaic.planner.demand import stretched
 from moesaic.planner.plan import Plan, Pool
-from moesaic.planner.search import Answer
+from moesaic.planner.question import price_unit, undeclared_format
+from moesaic.planner.search import Answer, Question
+
+NO_TPOT = "with one token out there is no time per token: it is null, and no limit on it is looked at"
 
 
-def as_json(answer: Answer, bands: Sequence[Band], advice: Sequence[Advice] = ()) -> dict[str, Any]:
+def notes_on(model: str, question: Question) -> list[str]:
+    """What to know about the question: how its numbers are to be read. `model` is what the caller calls
+    it."""
+    demand, hosts = question.demand, [one for one in question.clusters if one.machine.operator_s is not None]
+    found = [price_unit(question.clusters)[1], stretched(demand.length, question.model.max_position)]
+    found.append(NO_TPOT if not demand.num_steps else None)
+    if any(choice.weights is None for choice in question.choices):
+        found.append(undeclared_format(model, question.model))
+    for one in hosts:
+        found.append(f"{one.machine.name} is a processor: no measured service stands behind its intervals")
+    return [note for note in found if note is not None]
+
+
+def as_json(
+    model: str, question: Question, answer: Answer, bands: Sequence[Band], advice: Sequence[Advice] = ()
+) -> dict[str, Any]:
     """The answer; `missed` names objectives that no layout meets, and `best` is then the best without
     them."""
     return {
+        "notes": notes_on(model, question),
         "search_s": answer.search_s,
         "candidates": answer.num_candidates,
         "missed": [name.removesuffix("_s") for name in answer.missed],
@@ -82,5 +102,7 @@ def _experts(pool: Pool) -> dict[str, float] | None:
     return {"device": held.device, "host": held.host, "disk": held.disk, "local_share": held.local_share}
 
 
-def _interval(interval: Interval) -> dict[str, float]:
+def _interval(interval: Interval | None) -> dict[str, float] | None:
+    if interval is None:
+        return None
     return {"value": float(interval.value), "low": float(interval.low), "high": float(interval.high)}

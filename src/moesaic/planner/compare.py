@@ -155,6 +155,6 @@ def why_taken(best: Plan, other: Plan) -> str:
     ]
     if sizes[0] < sizes[1]:
         return "the smaller unit is taken"
-    if sizes[0] == sizes[1] and float(best.tpot.value) < float(other.tpot.value):
+    if sizes[0] == sizes[1] and best.token_s < other.token_s:
         return "the shorter time per token is taken"
     return "what is better by its pools one by one is taken"

@@ -91,6 +91,18 @@ def bands(ranked: Callable[[int], Ranking | None], answer: Verdict) -> tuple[Ban
     return _joined(sorted(points, key=lambda one: one.concurrency))
 
 
+def alone(best: Plan, demand: Demand, unjoined: Sequence[str]) -> Band:
+    """The verdict where every instance is one device; `unjoined` are clusters of several that nothing
+    joins."""
+    reason = "one device"
+    if unjoined:
+        reason += f" an instance: the file of {unjoined[0]} names neither link nor host link between them"
+    return Band(
+        concurrency_from=1, concurrency_to=demand.concurrency or best.num_sequences, use_ep=False, gain=None,
+        reason=reason,
+    )  # fmt: skip
+
+
 def _crossing(point: Callable[[int], Verdict | None], below: Verdict, above: Verdict) -> list[Verdict]:
     """Points between two of different verdicts, the last two of them near where it changes."""
     found: list[Verdict] = []
@@ -153,20 +165,19 @@ def _why(verdict: Verdict) -> tuple[float | None, str]:
 
 def _argument(taken: Plan, other: Plan, demand: Demand) -> str:
     """The largest of the factors by which a plan is worth more: time, sequences, devices, prefill."""
-    speed = float(other.tpot.value) / float(taken.tpot.value)
+    if not demand.num_steps:
+        return _terms(taken, other)
+    speed = other.token_s / taken.token_s
     ttft_s = [float(one.ttft.value) for one in (taken, other)]
     if demand.objective == "latency":
-        saved_s = demand.osl * (float(other.tpot.value) - float(taken.tpot.value))
+        saved_s = demand.num_steps * (other.token_s - taken.token_s)
         if saved_s >= ttft_s[1] - ttft_s[0]:
             return _terms(taken, other)
         return f"TTFT {ttft_s[0] * 1e3:.3g} instead of {ttft_s[1] * 1e3:.3g} ms"
     flights = [demand.concurrency or one.num_sequences for one in (taken, other)]
     devices = [sum(count for _, count in one.charged) for one in (taken, other)]
     costs = [one.tokens_per_s / one.value for one in (taken, other)]
-    rates = [
-        one.tokens_per_s * float(one.tpot.value) / held
-        for one, held in zip((taken, other), flights, strict=True)
-    ]
+    rates = [one.tokens_per_s * one.token_s / held for one, held in zip((taken, other), flights, strict=True)]
     factors = {
         "speed": speed, "flights": flights[0] / flights[1], "cost": costs[1] / costs[0],
         "prefill": rates[0] / rates[1],
@@ -187,7 +198,8 @@ def _terms(taken: Plan, other: Plan) -> str:
     saved = {term: theirs.get(term, 0.0) - mine.get(term, 0.0) for term in (*theirs, *mine)}
     most = max(saved, key=lambda term: saved[term])
     lost = min(saved, key=lambda term: saved[term])
-    text = f"TPOT {float(taken.tpot.value) * 1e3:.3g} instead of {float(other.tpot.value) * 1e3:.3g} ms, "
+    name = "a prompt's time" if taken.tpot is None else "TPOT"
+    text = f"{name} {taken.token_s * 1e3:.3g} instead of {other.token_s * 1e3:.3g} ms, "
     text += f"{_shown(most)} {saved[most] * 1e3:.3g} ms shorter"
     return text + (f", {_shown(lost)} {-saved[lost] * 1e3:.3g} ms longer" if saved[lost] < 0 else "")
 

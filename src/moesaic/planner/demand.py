@@ -51,17 +51,6 @@ class Demand:
                     f"{LONGEST_S * 1e3:g} ms, got {value * 1e3:g} ms"
                 )
 
-    def check_length(self, max_position: int) -> None:
-        """Whether a model of so many positions could be stretched to the requests.
-
-        Raises: ConfigError when they are more than `MAX_STRETCH` times as long.
-        """
-        if self.length > MAX_STRETCH * max_position:
-            raise ConfigError(
-                f"{self.isl} tokens in and {self.osl} out are {self.length} positions, over {MAX_STRETCH} "
-                f"times the model's {max_position}; ask for at most {MAX_STRETCH * max_position}"
-            )
-
     def without(self, names: tuple[str, ...]) -> Demand:
         """The same traffic with some objectives dropped, served as near to them as can be."""
         return Demand(
@@ -77,6 +66,11 @@ class Demand:
         return self.isl, self.osl, self.prefix_hit
 
     @property
+    def num_steps(self) -> int:
+        """Decode steps of a request: none where the prompt's own step gives the only token."""
+        return self.osl if self.osl > 1 else 0
+
+    @property
     def new_tokens(self) -> int:
         """Tokens of a prompt that are computed."""
         return max(1, round(self.isl * (1.0 - self.prefix_hit)))
@@ -90,6 +84,27 @@ class Demand:
     def mean_context(self) -> float:
         """Positions in the cache of a request half way through its answer."""
         return self.isl + self.osl / 2
+
+
+def stretched(length: int, max_position: int) -> str | None:
+    """What to know about requests of more positions than a model has; None when it has them.
+
+    They are priced, since positions can be scaled (rope scaling) or a longer sibling meant, up to
+    `MAX_STRETCH` times as many; engines refuse them without that.
+
+    Raises: ConfigError for more.
+    """
+    if length <= max_position:
+        return None
+    if length > MAX_STRETCH * max_position:
+        raise ConfigError(
+            f"{length} positions are over {MAX_STRETCH} times the model's {max_position}; ask for at most "
+            f"{MAX_STRETCH * max_position}"
+        )
+    return (
+        f"{length} positions are beyond the model's {max_position}; priced as if it had them, engines refuse "
+        "them unless its config scales the positions"
+    )
 
 
 def unit_cost(cluster: Cluster, objective: Objective) -> float:

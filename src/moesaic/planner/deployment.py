@@ -10,6 +10,7 @@ import numpy as np
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.offload import layers_bytes
 from moesaic.cost.term import Interval as Doubt
+from moesaic.cost.term import step_seconds
 from moesaic.hashing import digest
 from moesaic.placement.pack import placed_slots
 from moesaic.planner.plan import Plan, Pool
@@ -46,13 +47,14 @@ def deployment_of(plan: Plan, model: ModelSpec, shares: ExpertShares | None) -> 
         pool = pools.pop(0)
         experts = pools.pop(0) if pool.role == "attention" else pool
         instances.append(_instance(pool, experts, model, shares))
-    slower = float(plan.tpot.value) / float(plan.tpot.high)
-    faster = float(plan.tpot.value) / float(plan.tpot.low)
+    pace = step_seconds(plan.decode) if plan.tpot is None else plan.tpot
+    slower, faster = (float(pace.value) / float(bound) for bound in (pace.high, pace.low))
     return Deployment(
         model_digest=digest(model), numerics=_numerics(plan.pools, model), instances=tuple(instances),
         predicted=Prediction(
             tokens_per_s=Interval(low=plan.tokens_per_s * slower, high=plan.tokens_per_s * faster),
-            ttft_s=_interval(plan.ttft), tpot_s=_interval(plan.tpot), source=plan.source,
+            ttft_s=_interval(plan.ttft), tpot_s=None if plan.tpot is None else _interval(plan.tpot),
+            source=plan.source,
         ),
     )  # fmt: skip
 

@@ -11,13 +11,14 @@ import numpy as np
 
 from moesaic.account.memory import WEIGHT_BITS, scale_block
 from moesaic.account.params import count_params
-from moesaic.cost.calibrated import profile_named
+from moesaic.cost.host import profile_on
 from moesaic.cost.layouts import Split, memory_per_rank, step_cost
 from moesaic.cost.offload import TIERS, Tier, layers_bytes, room, tiers
 from moesaic.cost.ops import Formats, Work
 from moesaic.cost.profile import Profile
 from moesaic.cost.term import Cost, Interval, pick, step_seconds
 from moesaic.errors import ConfigError, nearest
+from moesaic.planner.demand import stretched
 from moesaic.planner.load_file import skewed
 from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import GqaSpec, MlaSpec, ModelSpec
@@ -78,12 +79,13 @@ def fit(
 
     Without `context` it is CONTEXT, or all positions of a model that has fewer.
 
-    Raises: ConfigError for a batch or context below 1, a context beyond the model's, an unknown format,
+    Raises: ConfigError for a batch or context below 1, a context far beyond the model's, an unknown format,
             KV bits outside 1 to 64, and for more devices than the model can be split over.
     """
     context = min(CONTEXT, model.max_position) if context is None else context
-    _check(model, batch, context, weight_format, kv_bits)
-    profile = profile_named(profile_name, cluster)
+    _check(batch, context, weight_format, kv_bits)
+    notes = (*filter(None, [stretched(context, model.max_position)]), *model.runnable_reasons)
+    profile = profile_on(profile_name, cluster)
     formats = Formats(dense=weight_format, experts=weight_format, kv_bits=kv_bits)
     splits = _fewest_offloaded(
         model,
@@ -123,7 +125,7 @@ def fit(
         num_params=params.num_total, active_params=params.num_active,
         layout={key: int(pick(getattr(splits, key), best)) for key in ("tp", "dp", "ep", "expert_tp")},
         rank_bytes={key: int(pick(size, best)) for key, size in parts.items()}, rank_have_bytes=int(have),
-        expert_share={tier: number / total for tier, number in places.items()}, notes=model.runnable_reasons,
+        expert_share={tier: number / total for tier, number in places.items()}, notes=notes,
     )  # fmt: skip
 
 
@@ -183,13 +185,9 @@ def legal_splits(model: ModelSpec, num_devices: int, weight_format: str | None =
     return Split(tp=tps_N, dp=num_devices / tps_N, ep=eps_N, expert_tp=num_devices / eps_N)
 
 
-def _check(model: ModelSpec, batch: int, context: int, weight_format: str | None, kv_bits: float) -> None:
+def _check(batch: int, context: int, weight_format: str | None, kv_bits: float) -> None:
     if batch < 1 or context < 1:
         raise ConfigError(f"batch and context must be at least 1, got {batch} and {context}")
-    if context > model.max_position:
-        raise ConfigError(
-            f"a context of {context} is beyond the model's {model.max_position} positions; give at most those"
-        )
     if weight_format is not None and weight_format not in WEIGHT_BITS:
         raise ConfigError(f"unknown weight format {weight_format!r}; {nearest(weight_format, WEIGHT_BITS)}")
     if not 1.0 <= kv_bits <= 64.0:  # not a number is neither

@@ -176,7 +176,7 @@ def value_of(
 ) -> FloatArray:
     """What deployments are worth by the objective; more is better."""
     if demand.objective == "latency":
-        return np.asarray(1.0 / (ttft_s + demand.osl * tpot_s))
+        return np.asarray(1.0 / (ttft_s + demand.num_steps * tpot_s))
     return np.asarray(tokens_per_s / cost)
 
 

@@ -71,9 +71,9 @@ class Plan:
     pools: tuple[Pool, ...]
     tokens_per_s: float
     charged: tuple[tuple[Cluster, int], ...]  # devices that the plan pays for, idle ones too
-    tpot: Interval
+    tpot: Interval | None  # None: a request has one token
     ttft: Interval
-    decode: Cost  # the step of the pool that decodes
+    decode: Cost  # the step of the pool that decodes; of prefill where that gives the only token
     prefill: Cost
     prefill_share: float  # of the time per token that goes to neighbours' prefills
     value: float  # in the currency of the objective; more is better
@@ -103,6 +103,11 @@ class Plan:
     def decoder(self) -> Pool:
         """The pool that holds the sequences while they are decoded."""
         return next(pool for pool in self.pools if pool.role in ("serve", "decode", "attention"))
+
+    @property
+    def token_s(self) -> float:
+        """Seconds that the next token of a request takes; its prompt's where that gives the only one."""
+        return float((step_seconds(self.decode) if self.tpot is None else self.tpot).value)
 
     @property
     def num_sequences(self) -> int:
@@ -185,12 +190,7 @@ def decode_tree(pricer: Pricer, rows: Rows, idx: int, demand: Demand) -> Cost:
 def prefill_tree(pricer: Pricer, rows: Rows, idx: int, demand: Demand, prompts: float) -> Cost:
     """A prefill step of one row."""
     block = rows.blocks[rows.block_idx[idx]].take(np.array([rows.row[idx]]))
-    return at(
-        pricer.cost(
-            block, np.array([prompts]), float(demand.new_tokens), float(demand.isl - demand.new_tokens)
-        ),
-        0,
-    )
+    return at(pricer.prefill_cost(block, np.array([prompts]), demand), 0)
 
 
 def serve_plan(pricer: Pricer, rows: Rows, idx: int, demand: Demand, charged: int, value: float) -> Plan:
@@ -198,15 +198,16 @@ def serve_plan(pricer: Pricer, rows: Rows, idx: int, demand: Demand, charged: in
     count = int(rows.count[idx])
     pool = make_pool(pricer, rows, idx, count, demand)
     stages = float(pool.layout["pp"])
-    decode = decode_tree(pricer, rows, idx, demand)
     prefill = prefill_tree(pricer, rows, idx, demand, stages)
+    decode = decode_tree(pricer, rows, idx, demand) if demand.num_steps else prefill
     step, first = step_seconds(decode), step_seconds(prefill)
     between = first.times(max(float(rows.tpot_s[idx] - step.value), 0.0) / float(first.value))
-    tpot = step + between
+    tpot = step + between if demand.num_steps else None
+    share = float(between.value) / float((step + between).value)
     return Plan(
         pools=(pool,), tokens_per_s=float(rows.rate[idx]) * count * demand.osl, tpot=tpot,
         ttft=Interval.exactly(float(rows.ttft_s[idx])).widened(*pricer.ttft_bounds),
-        decode=decode, prefill=prefill, prefill_share=float(between.value) / float(tpot.value), value=value,
+        decode=decode, prefill=prefill, prefill_share=share if demand.num_steps else 0.0, value=value,
         source=pricer.profile.source,
         charged=((pricer.cluster, charged),),
     )  # fmt: skip

@@ -8,15 +8,14 @@ from functools import partial
 
 import numpy as np
 
-from moesaic.cost.term import FloatArray, Number
+from moesaic.cost.serving import prefill_beside_decode
+from moesaic.cost.term import Cost, FloatArray, Number, step_seconds
 from moesaic.planner.demand import Demand
 from moesaic.planner.price import PREFILL_TOKENS, PoolRole, Pricer, largest_within
 from moesaic.planner.space import Block, Knob, NearMiss
 from moesaic.units import format_bytes
 
 MAX_SECONDS = 1e9  # where no objective limits a step
-
-_Prompts = Callable[[np.ndarray, FloatArray], tuple[FloatArray, FloatArray]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -105,53 +104,22 @@ def serve_rows(pricer: Pricer, blocks: Sequence[Block], demand: Demand, refused:
         _refuse_memory(pricer, whole, most, least_bytes, refused)
         part = np.flatnonzero(most >= whole.unit)
         block, most = whole.take(part), most[part]
-        first = pricer.once(
-            ("first", whole, demand.traffic), partial(_first_prompts_s, pricer, block, demand)
+        tree, first = pricer.once(
+            ("first", whole, demand.traffic), partial(_first_prompts, pricer, block, demand)
         )
         count = np.floor(pricer.cluster.num_devices / block.devices)
-
-        def prompts(
-            rows: np.ndarray,
-            batch: FloatArray,
-            block: Block = block,
-            count: FloatArray = count,
-            first: FloatArray = first,
-        ) -> tuple[FloatArray, FloatArray]:
-            """Seconds of a request's own prompt, and of those of the others in flight on its replica."""
-            part = block.take(rows)
-            in_flight = _active(part, batch, demand, count[rows]) / part.columns["dp"]
-            busy = np.minimum(part.columns["pp"], np.maximum(in_flight, 1.0))  # stages with a prompt
-            own = pricer.interference.prefill_in_decode * first[rows] / busy
-            return own, own * np.maximum(in_flight - 1.0, 0.0)
-
-        def tpot(
-            rows: np.ndarray, batch: FloatArray, block: Block = block, prompts: _Prompts = prompts
-        ) -> FloatArray:
-            step = np.asarray(pricer.decode_interval(block.take(rows), batch, demand).value)
-            return np.asarray(step + prompts(rows, batch)[1] / demand.osl)
-
-        def late(
-            rows: np.ndarray,
-            batch: FloatArray,
-            block: Block = block,
-            prompts: _Prompts = prompts,
-            first: FloatArray = first,
-        ) -> FloatArray:
-            """Time per token, or time to first token on the scale of its own limit: whichever is nearer to
-            it."""
-            step = np.asarray(pricer.decode_interval(block.take(rows), batch, demand).value)
-            tpot_s = step + prompts(rows, batch)[1] / demand.osl
-            ttft_s = pricer.first_token_s(first[rows], step)
-            scale = (demand.tpot_s or MAX_SECONDS) / (demand.ttft_s or MAX_SECONDS)
-            return np.asarray(np.maximum(tpot_s, ttft_s * scale))
-
+        times = _Times(pricer=pricer, block=block, demand=demand, count=count, tree=tree, first=first)
         batch, tpot_s = _batches(
-            block, most, tpot, demand, count, refused, tpot if demand.ttft_s is None else late
-        )
-        own_s, others_s = prompts(np.arange(len(block)), np.maximum(batch, block.unit))
-        ttft_s = pricer.first_token_s(first, tpot_s - others_s / demand.osl)
+            block, most, times.tpot, demand, count, refused,
+            times.tpot if demand.ttft_s is None else times.late,
+        )  # fmt: skip
+        every = np.arange(len(block))
+        own_s, others_s = times.prompts(every, np.maximum(batch, block.unit))
+        step_s = tpot_s - others_s / demand.osl if demand.num_steps else tpot_s
+        ttft_s = pricer.first_token_s(first, step_s)
         keep = (batch > 0) & _keeps_ttft(block, ttft_s, batch > 0, demand, refused)
-        rate = _active(block, batch, demand, count) / np.maximum(demand.osl * tpot_s + own_s, 1e-12)
+        busy_s = demand.num_steps * step_s + others_s + own_s
+        rate = _active(block, batch, demand, count) / np.maximum(busy_s, 1e-12)
         found.append(_rows("serve", blocks, block_idx, part, keep, batch, count, rate, tpot_s, ttft_s))
     return _joined(found)
 
@@ -212,9 +180,50 @@ def prefill_rows(
     return _joined(found)
 
 
-def _first_prompts_s(pricer: Pricer, block: Block, demand: Demand) -> FloatArray:
-    """Seconds of a prompt a stage."""
-    return np.asarray(pricer.prefill_interval(block, block.columns["pp"], demand).value)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Times:
+    """Times of instances that do both, by (rows of the block, batch).
+
+    Shapes:  count and first are [n], tree is over [n]: a prompt a stage, and its seconds.
+    """
+
+    pricer: Pricer
+    block: Block
+    demand: Demand
+    count: FloatArray
+    tree: Cost
+    first: FloatArray
+
+    def prompts(self, rows: np.ndarray, batch: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Seconds of a request's own prompt, and of those of the others in flight on its replica."""
+        part, own = self.block.take(rows), self.pricer.interference
+        in_flight = _active(part, batch, self.demand, self.count[rows]) / part.columns["dp"]
+        busy = np.minimum(part.columns["pp"], np.maximum(in_flight, 1.0))  # stages with a prompt
+        beside = prefill_beside_decode(self.tree, np.maximum(in_flight, 1.0), own, rows) / busy
+        one_s = np.where(in_flight > 1, beside, self.first[rows] / busy)  # alone it shares no step
+        return one_s, one_s * np.maximum(in_flight - 1.0, 0.0)
+
+    def step(self, rows: np.ndarray, batch: FloatArray) -> FloatArray:
+        """Seconds of a decode step."""
+        return np.asarray(self.pricer.decode_interval(self.block.take(rows), batch, self.demand).value)
+
+    def tpot(self, rows: np.ndarray, batch: FloatArray) -> FloatArray:
+        """Seconds per token: a step, and the neighbours' prompts spread over an answer's."""
+        others_s = self.prompts(rows, batch)[1] if self.demand.num_steps else 0.0
+        return np.asarray(self.step(rows, batch) + others_s / self.demand.osl)
+
+    def late(self, rows: np.ndarray, batch: FloatArray) -> FloatArray:
+        """Time per token, or time to first token on the scale of its own limit: whichever is nearer to it."""
+        tpot_s = self.tpot(rows, batch)
+        ttft_s = self.pricer.first_token_s(self.first[rows], self.step(rows, batch))
+        scale = (self.demand.tpot_s or MAX_SECONDS) / (self.demand.ttft_s or MAX_SECONDS)
+        return np.asarray(np.maximum(tpot_s, ttft_s * scale))
+
+
+def _first_prompts(pricer: Pricer, block: Block, demand: Demand) -> tuple[Cost, FloatArray]:
+    """A prompt a stage: the tree and its seconds."""
+    tree = pricer.prefill_cost(block, block.columns["pp"], demand)
+    return tree, np.broadcast_to(np.asarray(step_seconds(tree).value), (len(block),))
 
 
 def _most(pricer: Pricer, block: Block, role: PoolRole, demand: Demand) -> tuple[FloatArray, FloatArray]:

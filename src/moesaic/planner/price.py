@@ -8,8 +8,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from moesaic.cost.calibrated import profile_named, shipped
+from moesaic.cost.calibrated import shipped
 from moesaic.cost.comm import link_rate, network_rate
+from moesaic.cost.host import interference_on, profile_on
 from moesaic.cost.layouts import Split, cache_bytes_per_sequence, memory_per_rank, step_cost
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.ops import Work
@@ -71,11 +72,13 @@ class Pricer:
         """Seconds of a decode step."""
         return step_seconds(self.cost(block, batch, 1.0, demand.mean_context))
 
+    def prefill_cost(self, block: Block, prompts: FloatArray, demand: Demand) -> Cost:
+        """A prefill step of whole prompts."""
+        return self.cost(block, prompts, float(demand.new_tokens), float(demand.isl - demand.new_tokens))
+
     def prefill_interval(self, block: Block, prompts: FloatArray, demand: Demand) -> Interval:
-        """Seconds of a prefill step of whole prompts."""
-        return step_seconds(
-            self.cost(block, prompts, float(demand.new_tokens), float(demand.isl - demand.new_tokens))
-        )
+        """Its seconds."""
+        return step_seconds(self.prefill_cost(block, prompts, demand))
 
     def memory(
         self, block: Block, batch: FloatArray, role: PoolRole, demand: Demand
@@ -131,17 +134,16 @@ def pricer_of(model: ModelSpec, cluster: Cluster, profile: str, shares: ExpertSh
 
     Raises: ConfigError for an unknown profile.
     """
-    found = profile_named(profile, cluster)
+    found = profile_on(profile, cluster)
     if profile == "paper":
         return Pricer(model=model, cluster=cluster, profile=found, shares=shares)
-    fitted = shipped()
     one = step_cost(
         model, cluster, Split(), Work(num_seqs=1.0, new_tokens=1.0, past=0.0), profile=found, shares=shares
     )
     return Pricer(
-        model=model, cluster=cluster, profile=found, shares=shares, interference=fitted.interference(cluster),
+        model=model, cluster=cluster, profile=found, shares=shares, interference=interference_on(cluster),
         launched_s=float(launched_s(one)),
-        ttft_bounds=fitted.bounds["ttft"]["physics"],
+        ttft_bounds=shipped().bounds["ttft"]["physics"],
     )  # fmt: skip
 
 

@@ -31,8 +31,7 @@ def picture(answer: Answer, question: Question) -> str:
 def _sections(answer: Answer, question: Question) -> list[tuple[str, str, str | None]]:
     """(heading, explanation, plot); where a plot does not apply it is None and the explanation says why."""
     plan = answer.best
-    return [
-        _frontier(answer, question),
+    sections = [
         (
             "Time of a token",
             "What the slowest rank waits for; work hidden behind other work is left out.",
@@ -44,8 +43,10 @@ def _sections(answer: Answer, question: Question) -> list[tuple[str, str, str | 
             _memory(plan),
         ),
         ("Load of each expert rank", *_load(plan, question)),
-        *_sensitivity(plan, question),
     ]
+    if plan.tpot is None:  # nothing to draw over a time per token
+        return sections
+    return [_frontier(answer, question), *sections, *_sensitivity(plan, question)]
 
 
 def _frontier(answer: Answer, question: Question) -> tuple[str, str, str | None]:
@@ -67,7 +68,7 @@ def _frontier(answer: Answer, question: Question) -> tuple[str, str, str | None]
 
 
 def _point(plan: Plan) -> tuple[float, float]:
-    return 1.0 / float(plan.tpot.value), plan.tokens_per_s_per_gpu
+    return 1.0 / plan.token_s, plan.tokens_per_s_per_gpu
 
 
 def pareto(x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:

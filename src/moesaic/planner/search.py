@@ -14,7 +14,7 @@ from moesaic.cost.load import ExpertShares
 from moesaic.cost.term import FloatArray
 from moesaic.errors import CapacityError
 from moesaic.planner.compare import Ranking, Way, best_of_each, way_of
-from moesaic.planner.concurrency import Band, Verdict, bands, rows_by_concurrency
+from moesaic.planner.concurrency import Band, Verdict, alone, bands, rows_by_concurrency
 from moesaic.planner.demand import Demand, unit_cost
 from moesaic.planner.disaggregate import grids
 from moesaic.planner.match import (
@@ -90,6 +90,8 @@ def search(question: Question) -> Answer:
             memory.
     """
     start = time.perf_counter()
+    if not question.demand.num_steps:  # no time per token: no limit on it
+        question = replace(question, demand=replace(question.demand, tpot_s=None))
     for cluster in question.clusters:
         check_pins(question.model, cluster, question.choices, question.pins)
     refused, pricers, spaces = Refused({}), [], []
@@ -130,6 +132,10 @@ def ep_bands(question: Question, answer: Answer) -> tuple[Band, ...]:
     """
     if not question.model.moe_layers:
         return ()
+    if all(instance_sizes(one) == [1] for one in question.clusters):
+        return (
+            alone(answer.best, answer.demand, [str(one) for one in question.clusters if one.num_devices > 1]),
+        )
     pricers = [question.pricer(cluster) for cluster in question.clusters]
     spaces = [blocks(question.model, one, question.choices, question.pins)[0] for one in question.clusters]
     is_offloaded = answer.best.decoder.layout["num_offloaded"] > 0
@@ -180,7 +186,7 @@ def collect(
     own. `prefills` keeps the prefill of every cluster for questions that differ in concurrency alone.
     """
     is_one, is_far = len(pricers) == 1, _is_far(pricers)
-    can_part = _can_part(pricers, is_far)
+    can_part = demand.num_steps > 0 and _can_part(pricers, is_far)
     found: list[Choices] = []
     prefills = {} if prefills is None else prefills
     decoders: list[Decoders] = []
@@ -240,7 +246,7 @@ def _name_nearest(refused: Refused, ranking: Ranking, missed: str, demand: Deman
     """Let the plan that comes nearest to a missed objective be the nearest of what it ruled out."""
     plan, asked = ranking.plan(ranking.best), float(getattr(demand, missed))
     name = layout_name((plan.decoder if missed != "ttft_s" else plan.pools[0]).layout)
-    tpot_s, ttft_s, held = float(plan.tpot.value), float(plan.ttft.value), plan.num_sequences
+    tpot_s, ttft_s, held = plan.token_s, float(plan.ttft.value), plan.num_sequences
     reason, found, text = {
         "tpot_s": ("tpot", tpot_s, f"{tpot_s * 1e3:.4g} ms a token"),
         "ttft_s": ("ttft", ttft_s, f"{ttft_s * 1e3:.4g} ms to the first token"),

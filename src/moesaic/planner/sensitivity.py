@@ -79,7 +79,7 @@ def _tpot(plan: Plan, question: Question, factors: dict[str, float]) -> float:
     stages = np.array([float(pool.layout["pp"])])
     pricer = _pricer(clusters[0], question)
     prefill = float(np.asarray(pricer.prefill_interval(_block(pool), stages, question.demand).value)[0])
-    between = plan.prefill_share * float(plan.tpot.value)
+    between = plan.prefill_share * plan.token_s
     return step + between * prefill / float(step_seconds(plan.prefill).value)
 
 

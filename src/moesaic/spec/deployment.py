@@ -238,7 +238,7 @@ class Prediction:
 
     tokens_per_s: Interval
     ttft_s: Interval
-    tpot_s: Interval
+    tpot_s: Interval | None  # None: a request has one token
     source: Literal["measured", "modelled", "guessed"]
 
 

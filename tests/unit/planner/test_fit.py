@@ -75,15 +75,15 @@ def test_without_a_context_a_short_model_gets_all_it_has() -> None:
     assert fit(mixtral, "m", cluster("h200")).context == 4096
     short = replace(mixtral, max_position=2048)
     assert fit(short, "m", cluster("h200")).context == 2048
-    with pytest.raises(ConfigError, match="beyond the model's 2048 positions; give at most those"):
-        fit(short, "m", cluster("h200"), context=4096)
+    (note,) = fit(short, "m", cluster("h200"), context=4096).notes
+    assert note.startswith("4096 positions are beyond the model's 2048; priced as if it had them")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"batch": 0}, "batch and context must be at least 1, got 0 and 4096"),
-        ({"context": 10**9}, "a context of 1000000000 is beyond the model's"),
+        ({"context": 10**9}, "1000000000 positions are over 32 times the model's"),
         ({"kv_bits": float("nan")}, "1 to 64 bits a number, got nan"),
         ({"kv_bits": float("inf")}, "1 to 64 bits a number, got inf"),
         ({"kv_bits": 0.0}, "1 to 64 bits a number, got 0"),

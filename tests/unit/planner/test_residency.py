@@ -7,6 +7,7 @@ from moesaic.cost.layouts import Split, memory_per_rank, step_cost
 from moesaic.cost.offload import tiers
 from moesaic.cost.ops import Work
 from moesaic.cost.profile import PAPER
+from moesaic.cost.serving import Interference, prefill_beside_decode
 from moesaic.cost.term import step_seconds
 from moesaic.errors import CapacityError, ConfigError
 from moesaic.planner.answer import as_json
@@ -55,9 +56,11 @@ def test_search_equals_a_scan_over_every_layout_batch_and_number_of_experts():
         prompt = step_cost(
             asked.model, cards, split, Work(num_seqs=np.ones(1), new_tokens=1000, past=0), **common
         )
-        tpot = step_seconds(step).value + batch / 500 * step_seconds(prompt).value
+        beside = prefill_beside_decode(prompt, batch, Interference())
+        own = np.where(batch > 1, beside, step_seconds(prompt).value) / 500
+        tpot = step_seconds(step).value + (batch - 1) * own
         count = 2 // (tp * dp)
-        best = max(best, np.where(tpot <= demand.tpot_s, batch * dp * count / tpot, 0.0).max())
+        best = max(best, np.where(tpot <= demand.tpot_s, batch * dp * count / (tpot + own), 0.0).max())
     found = search(asked)
     assert found.missed == ()
     assert found.best.tokens_per_s == pytest.approx(best, rel=1e-9)
@@ -100,7 +103,7 @@ def test_the_file_and_the_json_say_where_experts_are():
     (tier,) = instance.tiers.experts
     assert (tier.place, tier.budget_bytes) == ("host", 96 * 48 * 3 * 2048 * 768 * 2)
     assert any(reason.path == "instances[0].tiers.experts" for reason in from_json(text).not_runnable())
-    (pool,) = as_json(answer, ())["best"]["pools"]
+    (pool,) = as_json("model", asked, answer, ())["best"]["pools"]
     assert pool["experts"] == {
         "device": 32, "host": 96, "disk": 0, "local_share": pytest.approx(0.455, abs=0.01)
     }  # fmt: skip

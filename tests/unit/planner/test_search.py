@@ -8,6 +8,7 @@ from moesaic.cost.layouts import Split, memory_per_rank, step_cost
 from moesaic.cost.load import zipf_shares
 from moesaic.cost.ops import Work
 from moesaic.cost.profile import PAPER
+from moesaic.cost.serving import Interference, Traffic, phases, prefill_beside_decode
 from moesaic.cost.term import step_seconds
 from moesaic.errors import CapacityError, ConfigError
 from moesaic.planner.compare import CLOSE
@@ -17,6 +18,7 @@ from moesaic.planner.pools import Refused, decode_rows, prefill_rows, serve_rows
 from moesaic.planner.price import CHUNK_TOKENS, Pricer, largest_within
 from moesaic.planner.question import clusters_of, format_choices
 from moesaic.planner.search import Question, search
+from moesaic.planner.sim.step_time import StepCase, StepTimes
 from moesaic.planner.space import blocks, redundancies
 from moesaic.spec.families import read_config
 from moesaic.spec.locate import locate
@@ -79,8 +81,9 @@ def scan(asked, split, is_serving):
     tpot, own = step_seconds(step).value, 0.0
     if is_serving:
         prompt = Work(num_seqs=float(split.pp), new_tokens=demand.isl, past=0)
-        prefill = step_seconds(step_cost(asked.model, asked.clusters[0], split, prompt, **common)).value
-        own = prefill / split.pp / demand.osl
+        tree = step_cost(asked.model, asked.clusters[0], split, prompt, **common)
+        beside = prefill_beside_decode(tree, batch, Interference())
+        own = np.where(batch > 1, beside / split.pp, step_seconds(tree).value) / demand.osl
         tpot = tpot + (batch - 1) * own  # a replica's prompts but one's own
     tokens = np.where(tpot <= demand.tpot_s, batch * split.dp / (tpot + own), 0.0)
     return tokens.max()
@@ -258,9 +261,56 @@ def test_n_requests_on_a_replica_wait_for_n_less_one_prompts():
     pins = {"tp": 4, "dp": 1, "kvp": 1, "pp": 1, "ep": 1}
     asked = question("qwen3-30b-a3b", "h100x4", pins=pins, isl=2000, osl=100, concurrency=5)
     best = search(asked).best
-    prefill_s, step_s = (float(step_seconds(tree).value) for tree in (best.prefill, best.decode))
+    step_s = float(step_seconds(best.decode).value)
     assert best.decoder.batch == 5
-    assert float(best.tpot.value) == pytest.approx(step_s + 4 * prefill_s / 100, rel=1e-9)
+    beside_s = float(prefill_beside_decode(best.prefill, 5.0, Interference()))
+    assert beside_s < float(step_seconds(best.prefill).value)
+    assert float(best.tpot.value) == pytest.approx(step_s + 4 * beside_s / 100, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "pins"),
+    [
+        ("qwen3-30b-a3b", "h100x4", {"tp": 4, "ep": 1}),
+        ("qwen3-30b-a3b", "h100x4", {"tp": 1, "dp": 4, "ep": 4, "num_redundant": 0}),
+        ("deepseek-v3", "h200x8", {"tp": 8, "ep": 8, "num_redundant": 0}),
+    ],
+)
+def test_planner_engine_and_simulator_charge_the_same_for_prompts(model, machine, pins):
+    """A layout's time per token in a plan is that of the model which measured services were fitted with."""
+    pins = {"kvp": 1, "pp": 1, "num_micro_batches": 1, **pins}
+    dp = pins.get("dp", 1)
+    asked = question(model, machine, isl=2048, osl=256, concurrency=8 * dp, pins=pins)
+    asked = replace(asked, profile="calibrated")
+    pricer = asked.pricer(asked.clusters[0])
+    space, _ = blocks(asked.model, asked.clusters[0], asked.choices, pins)
+    rows = serve_rows(pricer, space, asked.demand, Refused({}))
+    split = Split(tp=pins["tp"], dp=dp, ep=pins["ep"], expert_tp=pins["tp"] * dp // pins["ep"])
+    common = {"profile": pricer.profile, "formats": asked.choices[0].formats, "shares": asked.shares}
+    seen = phases(
+        asked.model, pricer.cluster, split, Traffic(prompt=2048.0, output=256.0, batch=8.0),
+        interference=pricer.interference, **common,
+    )  # fmt: skip
+    assert rows.tpot_s[0] == pytest.approx(float(seen.tpot_s), rel=1e-9)
+    case = StepCase(
+        model=asked.model, cluster=pricer.cluster, split=split, interference=pricer.interference, **common
+    )
+    times = StepTimes(case, max_batch=8, max_new=2048, max_past=2304)
+    charged = (rows.tpot_s[0] - float(seen.decode_s)) * 256 / 7
+    assert times.beside_s(2048, 0, 8) == pytest.approx(charged, rel=1e-9)
+
+
+def test_one_token_out_has_no_time_per_token_and_fails_no_limit_on_it():
+    answer = search(question("qwen3-30b-a3b", "h100x2", osl=1, tpot_s=1e-5))
+    assert answer.missed == ()
+    assert answer.best.tpot is None
+    assert {pool.role for pool in answer.best.pools} == {"serve"}
+    # A request is its prompt: as many a second as prompts are computed.
+    pool, prompt_s = answer.best.decoder, float(step_seconds(answer.best.prefill).value)
+    most = pool.count * pool.layout["dp"] * pool.layout["pp"] / prompt_s
+    assert answer.best.tokens_per_s == pytest.approx(most, rel=0.1)
+    held = search(question("qwen3-30b-a3b", "h100x2", osl=1, ttft_s=1e-5))
+    assert held.missed == ("ttft_s",)
 
 
 @pytest.mark.parametrize(

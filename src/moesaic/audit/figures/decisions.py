@@ -200,7 +200,7 @@ def ways() -> Sheet:
         columns=("way", "tokens/s a GPU", "tokens/s per price", "ms a token", "how it grows and fails"),
         rows=tuple(
             (way, plan.tokens_per_s_per_gpu, plan.tokens_per_s / (plan.price or 1.0),
-             1e3 * float(plan.tpot.value), TRADES[way])
+             1e3 * plan.token_s, TRADES[way])
             for way, plan in answer.ways.items()
         ),
         notes=("the best plan that moesaic plan finds of each way; prices relative to one L20",),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moesaic.cost.calibrated import profile_named
+from moesaic.cost.host import profile_on
 from moesaic.errors import ConfigError
 from moesaic.planner.load_file import read_load
 from moesaic.planner.question import format_choices
@@ -97,7 +97,7 @@ def priced_exchange(
         )
     return Exchange(
         model=model, cluster=machines, tokens=max(case.tokens_per_gpu),
-        profile=profile_named(profile, machines),
+        profile=profile_on(profile, machines),
         formats=format_choices(model, "stored", "bfloat16", None)[0].formats,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moesaic.cost.calibrated import profile_named
+from moesaic.cost.host import profile_on
 from moesaic.cost.load import EVEN
 from moesaic.cost.ops import Formats, Work
 from moesaic.cost.pingpong import (
@@ -138,8 +138,8 @@ class TwoSidedCase:
         """
         num_experts = max((moe.num_experts for _, moe in model.moe_layers), default=1)
         profiles = (
-            profile_named(self.profile, self.attention),
-            profile_named(self.profile, self.experts),
+            profile_on(self.profile, self.attention),
+            profile_on(self.profile, self.experts),
         )
         return stage(
             model, Sides(attention=self.attention, experts=self.experts, profiles=profiles),

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from moesaic.cost.calibrated import profile_named, shipped
+from moesaic.cost.host import interference_on, profile_on
 from moesaic.cost.layouts import Split, split_of, step_cost
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.ops import Formats, Work
@@ -81,8 +81,8 @@ class EngineParts:
     ):
         self.model, self.machines = model, machines
         self.formats, self.shares = formats, shares
-        self.profile = profile_named(profile, machines)
-        self.waits = shipped().interference(machines) if profile == "calibrated" else Interference()
+        self.profile = profile_on(profile, machines)
+        self.waits = interference_on(machines) if profile == "calibrated" else Interference()
 
     def engine(
         self, split: Split, limits: Limits, *, has_prefix_cache: bool = True, kv_bytes: int | None = None
@@ -90,7 +90,7 @@ class EngineParts:
         """The engine of a layout."""
         step = StepCase(
             model=self.model, cluster=self.machines, split=split, profile=self.profile,
-            formats=self.formats, shares=self.shares,
+            formats=self.formats, shares=self.shares, interference=self.waits,
         )  # fmt: skip
         prompt = Work(num_seqs=1.0, new_tokens=float(limits.max_tokens_per_step), past=0.0)
         launched = float(np.asarray(launched_s(step.cost(prompt))))

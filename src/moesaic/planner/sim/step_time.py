@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from moesaic.cost.layouts import Split, step_cost
 from moesaic.cost.load import ExpertShares
 from moesaic.cost.ops import Formats, Work
 from moesaic.cost.profile import Profile
-from moesaic.cost.serving import prefill_beside_decode
+from moesaic.cost.serving import Interference, prefill_beside_decode
 from moesaic.cost.term import Cost, FloatArray, leaves, step_seconds
 from moesaic.sched.step import BatchPlan, StepPlan
 from moesaic.spec.hardware import Cluster
@@ -34,6 +34,7 @@ class StepCase:
     profile: Profile
     formats: Formats
     shares: ExpertShares
+    interference: Interference = field(default_factory=Interference)
 
     def cost(self, work: Work) -> Cost:
         """The tree of a step."""
@@ -61,7 +62,9 @@ class StepTimes:
         prefill = case.cost(Work(num_seqs=np.ones(new.size), new_tokens=new.ravel(), past=past.ravel()))
         self._decode = _rows(step_seconds(decode).value, batch.shape)
         self._alone = _rows(step_seconds(prefill).value, new.shape)
-        self._beside = [_rows(prefill_beside_decode(prefill, many), new.shape) for many in self._batch]
+        self._beside = [
+            _rows(prefill_beside_decode(prefill, many, case.interference), new.shape) for many in self._batch
+        ]
         self._exchange = tuple(
             _rows(_exchange_share(cost), shape)
             for cost, shape in ((decode, batch.shape), (prefill, new.shape))

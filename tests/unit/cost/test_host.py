@@ -1,0 +1,38 @@
+import pytest
+
+from moesaic.cost.host import OPERATORS, interference_on, profile_on
+from moesaic.cost.profile import LAUNCHES
+from moesaic.spec.hardware import cluster
+
+
+@pytest.mark.parametrize("name", ["paper", "calibrated"])
+def test_a_processor_calls_operators_and_launches_no_kernels(name):
+    gpu, socket = cluster("h200"), cluster("epyc-9654")
+    own = profile_on(name, socket)
+    assert own.launch_s == {launch: OPERATORS[launch] * 4e-6 for launch in LAUNCHES}
+    assert own.launch_power == 1.0
+    assert profile_on(name, gpu).launch_s != own.launch_s
+    assert interference_on(socket).eager == 0.0 < interference_on(gpu).eager
+
+
+def test_the_machines_file_says_how_long_a_call_takes(tmp_path):
+    text = """
+    name = "mine"
+    description = "a test"
+    memory_bytes = { value = 64e9, source = "a test" }
+    memory_bytes_per_s = { value = 50e9, source = "SOURCE" }
+    flops_per_s.bfloat16 = { value = 1e12, source = "a test" }
+    """
+    for idx, (source, line, expected) in enumerate(
+        [
+            ("a test", "", None),  # no word of a processor: a GPU
+            ("measured: by moesaic calibrate", "", 4e-6),  # which measures processors alone
+            ("a test", 'operator_s = { value = 1e-6, source = "a test" }', 1e-6),
+        ]
+    ):
+        path = tmp_path / f"{idx}.toml"
+        path.write_text(text.replace("SOURCE", source) + line, encoding="utf-8")
+        found = cluster("mine", path)
+        assert found.machine.operator_s == expected
+        if expected is not None:
+            assert profile_on("paper", found).launch_s["dense_ffn"] == 4 * expected
