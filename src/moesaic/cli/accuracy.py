@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moesaic.audit.accuracy import Accuracy, Errors, accuracy
-from moesaic.cost.calibrated import stricter_errors
+if TYPE_CHECKING:  # heavy: each function imports what it needs, --help nothing
+    from moesaic.audit.accuracy import Accuracy, Errors
 
 
 def accuracy_command(
@@ -22,6 +22,8 @@ def accuracy_command(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/accuracy.md.")] = False,
 ) -> None:
     """Say how far the planner's times are from measured ones, and another planner's on the same rows."""
+    from moesaic.audit.accuracy import accuracy
+
     found = accuracy(rows, peer)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2, allow_nan=False))
@@ -78,6 +80,8 @@ def render_markdown(found: Accuracy) -> str:
 
 def _how() -> list[str]:
     """How the predictions are made, and what they are worth with less knowledge."""
+    from moesaic.cost.calibrated import stricter_errors
+
     found = stricter_errors()
     titles = {
         "physics": "the same groups left out, without the correction",

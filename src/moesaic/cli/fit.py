@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moesaic.interop.gguf import is_gguf, read_gguf
-from moesaic.interop.gguf_config import read_spec
-from moesaic.planner.fit import Fit, fit
-from moesaic.planner.question import undeclared_format
-from moesaic.spec.families import read_config
-from moesaic.spec.hardware import cluster
-from moesaic.spec.locate import locate
-from moesaic.spec.model import ModelSpec
 from moesaic.units import format_bytes, format_count
+
+if TYPE_CHECKING:  # the planner's modules are heavy: each function imports what it needs, --help nothing
+    from moesaic.planner.fit import Fit
+    from moesaic.spec.model import ModelSpec
 
 
 def fit_command(
@@ -42,6 +38,10 @@ def fit_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say whether a model fits, with experts in host memory or on disk if need be, and what is missing."""
+    from moesaic.planner.fit import fit
+    from moesaic.planner.question import undeclared_format
+    from moesaic.spec.hardware import cluster
+
     name, spec, notes = _read(model)
     found = fit(
         spec, name, cluster(machine, hardware), batch=batch, context=context,
@@ -55,6 +55,11 @@ def fit_command(
 
 def _read(model: str) -> tuple[str, ModelSpec, tuple[str, ...]]:
     """What messages call the model, its sizes, and what its file lacks."""
+    from moesaic.interop.gguf import is_gguf, read_gguf
+    from moesaic.interop.gguf_config import read_spec
+    from moesaic.spec.families import read_config
+    from moesaic.spec.locate import locate
+
     path = Path(model).expanduser()
     if model and is_gguf(path):
         file = read_gguf(path)

@@ -5,24 +5,17 @@ from __future__ import annotations
 import json
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moesaic.cli.plan_view import render
-from moesaic.cost.load import ExpertShares
 from moesaic.errors import ConfigError, nearest
-from moesaic.planner.advice import Advice, habits, suitability
-from moesaic.planner.answer import as_json
-from moesaic.planner.demand import OBJECTIVES, Demand, Objective, stretched
-from moesaic.planner.deployment import deployment_of
-from moesaic.planner.load_file import default_skew, grouped, read_load, skewed
-from moesaic.planner.question import clusters_of, format_choices
-from moesaic.planner.search import Question, ep_bands, search
-from moesaic.planner.space import parse_pins
-from moesaic.spec.families import read_config
-from moesaic.spec.locate import locate
-from moesaic.spec.model import ModelSpec
+
+if TYPE_CHECKING:  # the planner's modules are heavy: each function imports what it needs, --help nothing
+    from moesaic.cost.load import ExpertShares
+    from moesaic.planner.advice import Advice
+    from moesaic.planner.search import Question
+    from moesaic.spec.model import ModelSpec
 
 
 def plan_command(
@@ -98,7 +91,15 @@ def plan_command(
 
     Exit code 3: no layout meets the objectives; the best without them is shown, and what it would take.
     """
-    if objective not in get_args(Objective):
+    from moesaic.planner.demand import OBJECTIVES, Demand, stretched
+    from moesaic.planner.load_file import grouped, read_load, skewed
+    from moesaic.planner.question import clusters_of, format_choices
+    from moesaic.planner.search import Question
+    from moesaic.planner.space import parse_pins
+    from moesaic.spec.families import read_config
+    from moesaic.spec.locate import locate
+
+    if objective not in OBJECTIVES:
         raise ConfigError(f"unknown objective {objective!r}; {nearest(objective, OBJECTIVES)}")
     if load is not None and skew is not None:
         raise ConfigError("--load and --skew both say how uneven the experts are; give one of them")
@@ -136,6 +137,11 @@ def _show(
 
     Raises: Exit with code 3 when an objective was missed.
     """
+    from moesaic.cli.plan_view import render
+    from moesaic.planner.answer import as_json
+    from moesaic.planner.deployment import deployment_of
+    from moesaic.planner.search import ep_bands, search
+
     answer = search(question)
     bands = ep_bands(question, answer)
     advice = advice_on(question, answer.best.num_sequences, recorded is not None)
@@ -158,6 +164,8 @@ def _show(
 
 def advice_on(question: Question, num_sequences: int, has_load: bool) -> tuple[Advice, ...]:
     """Rules of thumb for the first of the machines."""
+    from moesaic.planner.advice import habits, suitability
+
     cluster = question.clusters[0]
     profile = question.pricer(cluster).profile
     return (
@@ -167,6 +175,8 @@ def advice_on(question: Question, num_sequences: int, has_load: bool) -> tuple[A
 
 
 def _load_name(spec: ModelSpec, load: Path | None, skew: float | None) -> str:
+    from moesaic.planner.load_file import default_skew
+
     if not spec.moe_layers:
         return "dense model"
     if load is not None:
