@@ -19,24 +19,28 @@ _STYLE: Any = {
     "grid.alpha": 0.3,
 }
 MAX_NAMED = 96  # bars of a timeline that have room for a number
-MARKERS = "osD^vP"  # of single points
 COLOURS = ("#3465a4", "#cc8400", "#4e9a06", "#a40000", "#75507b", "#888a85")
 
 
 def frontier(
+    cloud: tuple[FloatArray, FloatArray],
     groups: Mapping[str, tuple[FloatArray, FloatArray]],
+    front: tuple[FloatArray, FloatArray],
     points: Mapping[str, tuple[float, float]],
-    chosen: tuple[float, float],
+    y_label: str,
 ) -> str:
-    """Tokens per second of a device over tokens per second of a request: curves by group, single points, and
-    the answer."""
+    """What a deployment's tokens are worth over tokens per second of a request.
+
+    A cloud of all, a curve for each group, the front of all, and single points, the first of them a star.
+    """
     with matplotlib.rc_context(_STYLE):
-        figure, axes = _axes("tokens/s of a request", "tokens/s per GPU")
+        figure, axes = _axes("tokens/s of a request", y_label)
+        axes.plot(*cloud, marker=".", markersize=2, linestyle="", color=COLOURS[5], alpha=0.5)
+        axes.plot(*front, color="black", linewidth=3.0, alpha=0.3, label="frontier")
         for (name, (x, y)), colour in zip(groups.items(), COLOURS, strict=False):
-            axes.plot(x, y, marker=".", label=name, color=colour)
-        for (name, point), marker in zip(points.items(), MARKERS, strict=False):
-            axes.plot(*point, marker=marker, linestyle="", color=COLOURS[5], label=name)
-        axes.plot(*chosen, marker="*", markersize=14, linestyle="", color=COLOURS[3], label="the answer")
+            axes.plot(x, y, marker=".", markersize=4, linewidth=0.8, label=name, color=colour)
+        for (name, spot), (marker, size) in zip(points.items(), (("*", 14), ("s", 7)), strict=False):
+            axes.plot(*spot, marker=marker, markersize=size, linestyle="", color=COLOURS[3], label=name)
         axes.set_xscale("log")
         axes.legend()
         return _svg(figure)

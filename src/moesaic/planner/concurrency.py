@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from moesaic.planner.compare import CLOSE, Ranking, why_taken
 from moesaic.planner.demand import Demand
 from moesaic.planner.plan import Plan
-from moesaic.planner.pools import Refused, Rows, layout_name, serve_rows
-from moesaic.planner.price import Pricer
-from moesaic.planner.space import Block
+from moesaic.planner.pools import layout_name
 
 GROWTH = 4  # concurrency is first tried at powers of this
 HALVINGS = 3  # where the verdict changes between two of them, their distance is halved this often
@@ -134,18 +132,6 @@ def _joined(points: Sequence[Verdict]) -> tuple[Band, ...]:
             )
         )  # fmt: skip
     return tuple(found)
-
-
-def rows_by_concurrency(pricer: Pricer, blocks: Sequence[Block], demand: Demand) -> Iterator[Rows]:
-    """All that serves both phases at 1, 2, 4, ... requests in flight, as long as something fits."""
-    concurrency = 1
-    while True:
-        asked = replace(demand, concurrency=concurrency, tpot_s=None, ttft_s=None, objective="per-gpu")
-        rows = serve_rows(pricer, blocks, asked, Refused({}))
-        if not len(rows):
-            return
-        yield rows
-        concurrency *= 2
 
 
 def _why(verdict: Verdict) -> tuple[float | None, str]:

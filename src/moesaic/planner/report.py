@@ -7,11 +7,12 @@ from html import escape
 
 import numpy as np
 
-from moesaic.cost.term import FloatArray
 from moesaic.planner import charts
+from moesaic.planner.compare import CLOSE
+from moesaic.planner.frontier import WORTH, considered, pareto, point, thinned
 from moesaic.planner.page import PAGE_END, page_head, stacked_plots
 from moesaic.planner.plan import Plan
-from moesaic.planner.search import Answer, Question, frontier_points
+from moesaic.planner.search import Answer, Question
 from moesaic.planner.sensitivity import load_per_rank, sensitivities
 
 
@@ -31,7 +32,7 @@ def picture(answer: Answer, question: Question) -> str:
 def _sections(answer: Answer, question: Question) -> list[tuple[str, str, str | None]]:
     """(heading, explanation, plot); where a plot does not apply it is None and the explanation says why."""
     plan = answer.best
-    sections = [
+    sections: list[tuple[str, str, str | None]] = [
         (
             "Time of a token",
             "What the slowest rank waits for; work hidden behind other work is left out.",
@@ -49,35 +50,22 @@ def _sections(answer: Answer, question: Question) -> list[tuple[str, str, str | 
     return [_frontier(answer, question), *sections, *_sensitivity(plan, question)]
 
 
-def _frontier(answer: Answer, question: Question) -> tuple[str, str, str | None]:
-    head, plan = "Throughput and speed", answer.best
-    groups: dict[str, tuple[FloatArray, FloatArray]] = {}
-    for name, (speed, tokens) in frontier_points(question).items():
-        x, y = pareto(speed, tokens)
-        if len(x):
-            groups[name] = x, y
-    if not groups:
-        return head, "No instance serves both phases here, so there is no frontier of such to draw.", None
+def _frontier(answer: Answer, question: Question) -> tuple[str, str, str]:
+    objective = question.demand.objective
+    found = considered(question, answer)
+    every = [np.concatenate([points[axis] for points in found.values()]) for axis in (0, 1)]
+    points = {"the answer": point(answer.best, objective)}
+    if answer.runner_up is not None:
+        points["runner-up"] = point(answer.runner_up, objective)
     words = (
-        "Curves: instances that serve both phases, at every concurrency. Points: the best of each way within "
-        "the objectives; with prefill, or attention and experts, apart they may lie off the curves. Up and "
-        "to the right is better."
+        "Grey: every deployment at 1, 2, 4, ... requests, limits aside. Curves: what no other of its way "
+        f"beats; the line over all is the frontier. What is within {CLOSE:.0%} of the best counts as "
+        "equal, so the answer lies on it or as near. Up and to the right is better."
     )
-    points = {f"best {way}": _point(one) for way, one in answer.ways.items()}
-    return head, words, charts.frontier(groups, points, _point(plan))
-
-
-def _point(plan: Plan) -> tuple[float, float]:
-    return 1.0 / plan.token_s, plan.tokens_per_s_per_gpu
-
-
-def pareto(x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """The points that no other beats in both, by rising x."""
-    order = np.lexsort((-y, -x))
-    best = np.maximum.accumulate(y[order]) if len(order) else y
-    keep = np.append(True, best[1:] > best[:-1]) if len(order) else order > 0
-    rows = order[keep][::-1]
-    return x[rows], y[rows]
+    return "Throughput and speed", words, charts.frontier(
+        thinned(*every), {way: pareto(*one) for way, one in found.items()}, pareto(*every), points,
+        WORTH[objective],
+    )  # fmt: skip
 
 
 def _breakdown(plan: Plan) -> str:

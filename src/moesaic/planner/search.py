@@ -4,17 +4,16 @@ out."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
 
 from moesaic.cost.load import ExpertShares
-from moesaic.cost.term import FloatArray
 from moesaic.errors import CapacityError
 from moesaic.planner.compare import Ranking, Way, best_of_each, way_of
-from moesaic.planner.concurrency import Band, Verdict, alone, bands, rows_by_concurrency
+from moesaic.planner.concurrency import Band, Verdict, alone, bands
 from moesaic.planner.demand import Demand, unit_cost
 from moesaic.planner.disaggregate import grids
 from moesaic.planner.match import (
@@ -136,40 +135,30 @@ def ep_bands(question: Question, answer: Answer) -> tuple[Band, ...]:
         return (
             alone(answer.best, answer.demand, [str(one) for one in question.clusters if one.num_devices > 1]),
         )
-    pricers = [question.pricer(cluster) for cluster in question.clusters]
-    spaces = [blocks(question.model, one, question.choices, question.pins)[0] for one in question.clusters]
-    is_offloaded = answer.best.decoder.layout["num_offloaded"] > 0
-    prefills: dict[int, Rows] = {}
+    find = deployments(question, is_offloaded=answer.best.decoder.layout["num_offloaded"] > 0)
 
     def ranked(concurrency: int) -> Ranking | None:
-        demand = replace(answer.demand, concurrency=concurrency)
-        if is_offloaded:
-            choices = _beyond_devices(pricers, question, demand)
-        else:
-            choices = collect(pricers, spaces, question, demand, Refused({}), prefills)
+        choices = find(replace(answer.demand, concurrency=concurrency))
         return Ranking.of(choices) if choices else None
 
     return bands(ranked, Verdict.of_answer(answer.best, answer.other_way, answer.demand))
 
 
-def frontier_points(question: Question) -> dict[str, tuple[FloatArray, FloatArray]]:
-    """(tokens per second of a request, tokens per second and device) of all that serves, at every
-    concurrency.
+def deployments(question: Question, *, is_offloaded: bool) -> Callable[[Demand], list[Choices]]:
+    """What finds every deployment of a question for demands that differ in nothing but concurrency.
 
-    With expert parallelism and without, on the first of the clusters.
+    `is_offloaded`: those with experts in host memory or on disk instead.
     """
-    cluster = question.clusters[0]
-    pricer = question.pricer(cluster)
-    space, _ = blocks(question.model, cluster, question.choices, {})
-    found: dict[str, list[FloatArray]] = {"with EP": [], "without EP": []}
-    for rows in rows_by_concurrency(pricer, space, question.demand):
-        points = np.stack(
-            [1.0 / rows.tpot_s, rows.rate * rows.count * question.demand.osl / cluster.num_devices]
-        )
-        found["with EP"].append(points[:, rows.ep > 1])
-        found["without EP"].append(points[:, rows.ep <= 1])
-    joined = {name: np.concatenate(parts, axis=1) for name, parts in found.items() if parts}
-    return {name: (points[0], points[1]) for name, points in joined.items()}
+    pricers = [question.pricer(cluster) for cluster in question.clusters]
+    spaces = [blocks(question.model, one, question.choices, question.pins)[0] for one in question.clusters]
+    prefills: dict[int, Rows] = {}
+
+    def find(demand: Demand) -> list[Choices]:
+        if is_offloaded:
+            return _beyond_devices(pricers, question, demand)
+        return collect(pricers, spaces, question, demand, Refused({}), prefills)
+
+    return find
 
 
 def collect(

@@ -1,5 +1,7 @@
 import builtins
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -125,10 +127,36 @@ def test_report_is_one_page_with_every_plot(tmp_path):
     )
     for head in heads:
         assert head in text
-    assert "best prefill apart" in text  # a point beside the curves
+    for name in ("frontier", "in one node", "prefill apart", "the answer", "runner-up"):
+        assert f">{name}</text>" in text
     assert "http://" not in text.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""
     )
+
+
+def test_help_loads_no_planner():
+    code = (
+        "import sys\nfrom moesaic.cli.main import build_app\n"
+        "for verb in ('plan', 'fit', 'accuracy'):\n    build_app(verb)\n"
+        "assert not {'numpy', 'moesaic.spec.model', 'moesaic.planner.search'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_token_out_is_said_to_have_no_time_per_token():
+    asked = [*SMALL, "--osl", "1", "--tpot-ms", "0.01"]
+    shown = run(*asked)
+    assert shown.exit_code == 0
+    assert "TPOT -, TTFT" in shown.output
+    found = json.loads(run(*asked, "--json").output)
+    assert found["best"]["tpot_s"] is None
+    assert any("no time per token" in note for note in found["notes"])
+
+
+def test_one_device_has_one_verdict_on_expert_parallelism():
+    (verdict,) = json.loads(run("plan", "qwen3-30b-a3b", "--machine", "h200", "--json").output)["ep_verdict"]
+    assert (verdict["use_ep"], verdict["gain"], verdict["reason"]) == (False, None, "one device")
+    assert "requests: no EP; one device" in run("plan", "qwen3-30b-a3b", "--machine", "h200").output
 
 
 def test_report_without_matplotlib_fails_before_the_search(monkeypatch, tmp_path):

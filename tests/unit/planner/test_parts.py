@@ -14,13 +14,14 @@ from moesaic.cost.term import step_seconds
 from moesaic.cost.two_sided import Sides, TwoSides, two_sided_memory, two_sided_step
 from moesaic.errors import ConfigError
 from moesaic.interop.load_file import read_dump
+from moesaic.planner.compare import CLOSE
 from moesaic.planner.demand import Demand, stretched, unit_cost
 from moesaic.planner.deployment import deployment_of
 from moesaic.planner.disaggregate import MICRO_BATCHES, grids
+from moesaic.planner.frontier import considered, pareto, point, thinned
 from moesaic.planner.load_file import grouped, read_load, skewed
 from moesaic.planner.pools import Refused
 from moesaic.planner.question import clusters_of, format_choices, price_unit, undeclared_format
-from moesaic.planner.report import pareto
 from moesaic.planner.search import Question, ep_bands, search
 from moesaic.planner.sensitivity import load_per_rank
 from moesaic.planner.space import blocks, instance_sizes, parse_pins, redundancies
@@ -229,6 +230,38 @@ def read_load_of(spec):
     rng = np.random.default_rng(1)
     layers = [rng.dirichlet(np.full(8, scale)) for scale in np.linspace(1, 50, len(spec.moe_layers))]
     return ExpertShares(shares=tuple(layers))
+
+
+@pytest.mark.parametrize(
+    ("machines", "asked"),
+    [
+        (["h100x4"], {"isl": 2000, "osl": 100, "tpot_s": 0.03}),
+        (["h20x2", "l40sx2"], {"isl": 512, "osl": 128, "tpot_s": 0.05, "objective": "per-price"}),
+    ],
+)
+def test_the_frontier_is_of_all_ways_and_the_answer_is_on_it(machines, asked):
+    whole = question("mixtral-8x7b", *machines, **asked)
+    answer = search(whole)
+    found = considered(whole, answer)
+    assert set(answer.ways) <= set(found)
+    assert sum(len(points[0]) for points in found.values()) > 100
+    x, y = (np.concatenate([points[axis] for points in found.values()]) for axis in (0, 1))
+    objective = whole.demand.objective
+    speed, worth = point(answer.best, objective)
+    assert worth == pytest.approx(answer.best.value, rel=1e-9)
+    held = (x * (1 + 1e-9) >= 1.0 / asked["tpot_s"]) & (x >= speed)  # as fast, within the limits
+    assert y[held].max() * (1.0 - CLOSE) <= worth * (1 + 1e-9)
+    assert any(np.any((px == speed) & (py == worth)) for px, py in found.values())
+
+
+def test_a_thinned_cloud_keeps_its_outline():
+    rng = np.random.default_rng(0)
+    x, y = rng.lognormal(size=5000), rng.lognormal(size=5000)
+    few, low = thinned(x, y, cells=20)
+    assert len(few) <= 21 * 21
+    places = {(round(np.log(a), 9), round(np.log(b), 9)) for a, b in zip(x, y, strict=True)}
+    assert all((round(np.log(a), 9), round(np.log(b), 9)) in places for a, b in zip(few, low, strict=True))
+    assert thinned(x[:0], y[:0])[0].size == 0
 
 
 def test_frontier_has_what_nothing_beats():
