@@ -44,18 +44,22 @@ def problems(
     for experts in sorted({moe.num_experts for moe in moes}):
         yield from _experts(experts, ep, num_redundant)
     for width in sorted({moe.expert_width for moe in moes}):
-        yield from _blocks(width, expert_tp, scale_block(model), model.weight_format)
+        yield from _blocks(model, width, expert_tp)
 
 
 def _heads(model: ModelSpec, tp: int) -> Iterator[Problem]:
-    heads = {layer.mixer.num_heads for layer in model.layers if isinstance(layer.mixer, GqaSpec | MlaSpec)}
-    for number in sorted(heads):
+    for number in _head_counts(model):
         if number % tp:
             yield Problem(
                 rule="heads-divide", suggestion=_choices("tensor parallel", number, near=tp),
                 message=f"{number} attention heads / {tp} = {number / tp:.2f}, and must be whole",
             )  # fmt: skip
             return
+
+
+def _head_counts(model: ModelSpec) -> list[int]:
+    mixers = [layer.mixer for layer in model.layers]
+    return sorted({mixer.num_heads for mixer in mixers if isinstance(mixer, GqaSpec | MlaSpec)})
 
 
 def _experts(experts: int, ep: int, num_redundant: int | None) -> Iterator[Problem]:
@@ -76,11 +80,15 @@ def _experts(experts: int, ep: int, num_redundant: int | None) -> Iterator[Probl
         )  # fmt: skip
 
 
-def _blocks(width: int, expert_tp: int, block: int, stored: str) -> Iterator[Problem]:
+def _blocks(model: ModelSpec, width: int, expert_tp: int) -> Iterator[Problem]:
+    block, stored, heads = scale_block(model), model.weight_format, _head_counts(model)
     if block == 1 or expert_tp == 1:
         return
     if width % expert_tp or (width // expert_tp) % block:
-        fits = [d for d in range(1, expert_tp) if width % d == 0 and (width // d) % block == 0]
+        fits = [
+            d for d in range(1, expert_tp)
+            if width % (d * block) == 0 and all(number % d == 0 for number in heads)
+        ]  # fmt: skip
         yield Problem(
             rule="blocks-divide",
             message=f"an expert of width {width} over {expert_tp} ranks is {width / expert_tp:g} wide, no "

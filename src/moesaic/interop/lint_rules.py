@@ -16,11 +16,16 @@ from moesaic.interop.lint_line import Finding, Line, finding
 from moesaic.interop.lint_sglang import attention_groups, expert_ranks, kt_rules, sglang_rules
 from moesaic.interop.lint_vllm import vllm_rules
 from moesaic.spec.families import read_config
-from moesaic.spec.locate import locate, preset_names
+from moesaic.spec.locate import locate, preset, preset_names
 from moesaic.spec.model import ModelSpec
 from moesaic.units import parse_bytes
 
 Findings = Iterator[Finding]
+OWNERS = {
+    "qwen": "qwen", "deepseek-ai": "deepseek", "openai": "gpt-oss", "zai-org": "glm", "moonshotai": "kimi",
+    "allenai": "olmoe", "databricks": "dbrx", "mistralai": "mixtral",
+}  # fmt: skip
+"""Owners of repositories on the Hub and what their models' names, which the presets have, begin with."""
 SIZES = (
     "--tensor-parallel-size", "--data-parallel-size", "--prefill-context-parallel-size",
     "--decode-context-parallel-size", "--tp-size", "--dp-size", "--ep-size", "--attn-dp-size", "--tp_size",
@@ -86,13 +91,15 @@ def _model_id(line: Line) -> Findings:
 
 
 def model_of(line: Line, name: str | None) -> ModelSpec | None:
-    """The model's facts, where it is a preset or a folder; None where it is not known."""
+    """The model's facts, where it is a preset, its repository or a folder; None where it is not known."""
     if name is not None:
         located = locate(name)
         return read_config(located.config, name=located.name)
     typed = line.model
     if typed is None:
         return None
+    if (published := _published(typed)) is not None:
+        return published
     known = typed.lower() in preset_names()
     if not known and not (Path(typed).is_dir() and (Path(typed) / "config.json").is_file()):
         return None
@@ -101,6 +108,19 @@ def model_of(line: Line, name: str | None) -> ModelSpec | None:
         return read_config(located.config, name=located.name)
     except ConfigError:
         return None  # a folder that no engine could serve either: that is not this line's fault
+
+
+def _published(typed: str) -> ModelSpec | None:
+    """A preset by the repository that its maker publishes it in; Qwen's -FP8 ones share a scale in blocks."""
+    owner, _, name = typed.lower().partition("/")
+    is_narrow = owner == "qwen" and name.endswith("-fp8")
+    name = name.removesuffix("-fp8") if is_narrow else name
+    if OWNERS.get(owner) is None or not name.startswith(OWNERS[owner]) or name not in preset_names():
+        return None
+    config = dict(preset(name).config)
+    if is_narrow:
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    return read_config(config, name=name)
 
 
 def _sizes(line: Line, spec: ModelSpec) -> Findings:

@@ -104,6 +104,25 @@ def test_model_facts_may_be_given():
         lint("vllm serve m", model="nosuch")
 
 
+@pytest.mark.parametrize(
+    ("model", "flags", "rules"),
+    [
+        ("Qwen/Qwen3-235B-A22B-FP8", "--tensor-parallel-size 8", ["blocks-divide"]),  # 1536 / 8 = 192 columns
+        ("Qwen/Qwen3-235B-A22B-FP8", "--tensor-parallel-size 4", []),
+        ("Qwen/Qwen3-235B-A22B-FP8", "--tensor-parallel-size 8 --enable-expert-parallel", []),
+        ("Qwen/Qwen3-235B-A22B", "--tensor-parallel-size 8", []),  # no scales
+        ("Qwen/Qwen3-235B-A22B", "--tensor-parallel-size 3", ["heads-divide"]),
+        ("another/Qwen3-235B-A22B-FP8", "--tensor-parallel-size 8", []),  # whose scales are not known
+        ("deepseek-ai/Qwen3-235B-A22B", "--tensor-parallel-size 3", []),  # is not that model's maker
+    ],
+)
+def test_a_makers_repository_is_checked_as_its_preset(model, flags, rules):
+    (report,) = lint(f"vllm serve {model} {flags}")
+    assert [one.rule for one in report.findings] == rules
+    for one in report.findings:
+        assert one.rule != "blocks-divide" or one.suggestion.endswith("or tensor parallel 4")
+
+
 def test_copies_that_come_out_are_clean():
     assert lint("vllm serve deepseek-ai/DeepSeek-V3 -dp 16 -ep --enable-eplb")[0].findings == ()
     line = "vllm serve deepseek-ai/DeepSeek-V3 -dp 12 -ep --enable-eplb --eplb-config.num_redundant_experts 8"
