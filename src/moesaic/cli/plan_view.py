@@ -33,7 +33,7 @@ def render(
     lines += _row(
         "answer",
         [
-            _throughput(best, price_unit(question.clusters)[0]),
+            _throughput(best, price_unit(question.clusters)[0], _device(question)),
             f"TPOT {_interval(best.tpot)}, TTFT {_interval(best.ttft)} (no queue)",
         ],
     )
@@ -45,7 +45,7 @@ def render(
     lines += _row("bottleneck", [best.bottleneck])
     if answer.runner_up is not None:
         lines += _row("runner-up", _runner_up(best, answer.runner_up, answer.missed))
-    lines += _row("ways", [_way(way, plan) for way, plan in answer.ways.items()])
+    lines += _row("ways", [_way(way, plan, _device(question)) for way, plan in answer.ways.items()])
     lines += _memory(best.pools)
     lines += _row("EP or not?", [_band(band) for band in bands])
     lines += _row("advice", worth_saying(advice))
@@ -87,8 +87,13 @@ def _missed(question: Question, answer: Answer) -> list[str]:
     return [f"no layout meets {names}; the nearest needs {needs}, or other machines:"]
 
 
-def _throughput(plan: Plan, unit: str) -> str:
-    text = f"{_rate(plan.tokens_per_s_per_gpu)} tokens/s per GPU, {_rate(plan.tokens_per_s)} in all"
+def _device(question: Question) -> str:
+    has_processor = any(one.machine.operator_s is not None for one in question.clusters)
+    return "device" if has_processor else "GPU"
+
+
+def _throughput(plan: Plan, unit: str, device: str) -> str:
+    text = f"{_rate(plan.tokens_per_s_per_gpu)} tokens/s per {device}, {_rate(plan.tokens_per_s)} in all"
     if plan.price is not None:
         text += f", {plan.tokens_per_s / plan.price:.4g} per price unit ({unit})"
     if plan.power_w is not None:
@@ -122,10 +127,10 @@ def _interval(interval: Interval | None) -> str:
     return f"{format_seconds(value)} ({format_seconds(low)} to {format_seconds(high)})"
 
 
-def _way(way: Way, plan: Plan) -> str:
+def _way(way: Way, plan: Plan, device: str) -> str:
     price = "" if plan.price is None else f", {plan.tokens_per_s / plan.price:.4g} per price"
     return (
-        f"{way}: {_rate(plan.tokens_per_s_per_gpu)} tokens/s per GPU{price}, TPOT "
+        f"{way}: {_rate(plan.tokens_per_s_per_gpu)} tokens/s per {device}{price}, TPOT "
         f"{'-' if plan.tpot is None else format_seconds(plan.token_s)}"
     )
 

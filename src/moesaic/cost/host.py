@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from moesaic.cost.calibrated import profile_named, shipped
-from moesaic.cost.profile import Launch, Profile
+from moesaic.cost.offload import HOST_READ_SHARE
+from moesaic.cost.profile import KINDS, Launch, Profile
 from moesaic.cost.serving import Interference
 from moesaic.spec.hardware import Cluster
 
@@ -20,21 +21,26 @@ Source: moesaic's own layers, counted: gqa is a norm, three projections, two rot
 attention, a projection and a sum; experts are router, softmax, top-k, sort, gathers, products, a sum.
 """
 
+TILE_ROWS = 16.0  # rows of a product that fill a tile. Source: Intel AMX, tiles of 16 rows
+
 
 def profile_on(name: str, cluster: Cluster) -> Profile:
     """The profile called `name` for a cluster.
 
     On processors no kernel is launched: each operator is a call, nothing hides it, and its work comes after
-    it.
+    it; fewer rows fill a tile; and of a datasheet's bandwidth the share is the one measured on hosts.
 
     Raises: ConfigError for an unknown profile.
     """
     found, call_s = profile_named(name, cluster), cluster.machine.operator_s
     if call_s is None:
         return found
+    if name == "calibrated" and not cluster.machine.is_measured:
+        found = replace(found, memory_share=dict.fromkeys(KINDS, HOST_READ_SHARE))
     return replace(
-        found, launch_s={launch: count * call_s for launch, count in OPERATORS.items()}, launch_power=1.0
-    )
+        found, launch_s={launch: count * call_s for launch, count in OPERATORS.items()}, launch_power=1.0,
+        full_rate_rows=min(found.full_rate_rows, TILE_ROWS),
+    )  # fmt: skip
 
 
 def interference_on(cluster: Cluster) -> Interference:
