@@ -58,7 +58,7 @@ def pareto(x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
     return x[rows], y[rows]
 
 
-def thinned(x: FloatArray, y: FloatArray, cells: int = 48) -> tuple[FloatArray, FloatArray]:
+def thinned(x: FloatArray, y: FloatArray, cells: int = 32) -> tuple[FloatArray, FloatArray]:
     """One point of every cell of a grid over the logarithms: what a picture can tell apart."""
     if not len(x):
         return x, y
