@@ -92,7 +92,6 @@ def plan_command(
     Exit code 3: no layout meets the objectives; the best without them is shown, and what it would take.
     """
     from moesaic.planner.demand import OBJECTIVES, Demand, stretched
-    from moesaic.planner.load_file import grouped, read_load, skewed
     from moesaic.planner.question import clusters_of, format_choices
     from moesaic.planner.search import Question
     from moesaic.planner.space import parse_pins
@@ -101,26 +100,21 @@ def plan_command(
 
     if objective not in OBJECTIVES:
         raise ConfigError(f"unknown objective {objective!r}; {nearest(objective, OBJECTIVES)}")
-    if load is not None and skew is not None:
-        raise ConfigError("--load and --skew both say how uneven the experts are; give one of them")
     spec = read_config(locate(model).config, name=model)
     demand = Demand(
         isl=isl, osl=osl, tpot_s=_seconds(tpot_ms), ttft_s=_seconds(ttft_ms), concurrency=concurrency,
-        prefix_hit=prefix_hit,
-        objective=objective,  # type: ignore[arg-type]
+        prefix_hit=prefix_hit, objective=objective,
     )  # fmt: skip
     stretched(demand.length, spec.max_position)  # before the search: it may be refused
     if report is not None:
         if report.suffix not in (".html", ".svg"):
             raise ConfigError(f"--report {report}: a report is .html, a page, or .svg, its plots alone")
         import_module("moesaic.planner.charts")  # before the search: it may be missing
-    recorded = None if load is None else read_load(load, spec)
+    recorded, shares, name = _load(spec, load, skew)
     question = Question(
         model=spec, clusters=clusters_of(machines, price or [], hardware), demand=demand,
-        profile=profile,
-        shares=skewed(spec, skew) if recorded is None else grouped(recorded),
-        choices=format_choices(spec, weights, kv, dispatch), pins=parse_pins(layout),
-        load=_load_name(spec, load, skew),
+        profile=profile, shares=shares, choices=format_choices(spec, weights, kv, dispatch),
+        pins=parse_pins(layout), load=name,
     )  # fmt: skip
     _show(model, question, recorded, output, report, as_json_)
 
@@ -174,16 +168,22 @@ def advice_on(question: Question, num_sequences: int, has_load: bool) -> tuple[A
     )
 
 
-def _load_name(spec: ModelSpec, load: Path | None, skew: float | None) -> str:
-    from moesaic.planner.load_file import default_skew
+def _load(
+    spec: ModelSpec, load: Path | None, skew: float | None
+) -> tuple[ExpertShares | None, ExpertShares, str]:
+    """(recorded load or None, what is charged, that in words)."""
+    from moesaic.planner.load_file import default_skew, grouped, read_load, skewed
 
-    if not spec.moe_layers:
-        return "dense model"
+    if load is not None and skew is not None:
+        raise ConfigError("--load and --skew both say how uneven the experts are; give one of them")
     if load is not None:
-        return f"experts as uneven as recorded in {load}"
-    return f"experts as uneven as Zipf {default_skew(spec) if skew is None else skew:g}" + (
-        ", assumed" if skew is None else ""
-    )
+        recorded = read_load(load, spec)
+        return recorded, grouped(recorded), f"experts as uneven as recorded in {load}"
+    shares = skewed(spec, skew)
+    if not spec.moe_layers:
+        return None, shares, "dense model"
+    name = f"experts as uneven as Zipf {default_skew(spec) if skew is None else skew:g}"
+    return None, shares, name + (", assumed" if skew is None else "")
 
 
 def write_text(path: Path, text: str) -> None:

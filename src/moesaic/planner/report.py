@@ -53,7 +53,7 @@ def _sections(answer: Answer, question: Question) -> list[tuple[str, str, str | 
 def _frontier(answer: Answer, question: Question) -> tuple[str, str, str]:
     objective = question.demand.objective
     found = considered(question, answer)
-    every = [np.concatenate([points[axis] for points in found.values()]) for axis in (0, 1)]
+    speed, worth = (np.concatenate([points[axis] for points in found.values()]) for axis in (0, 1))
     points = {"the answer": point(answer.best, objective)}
     if answer.runner_up is not None:
         points["runner-up"] = point(answer.runner_up, objective)
@@ -63,8 +63,8 @@ def _frontier(answer: Answer, question: Question) -> tuple[str, str, str]:
         "equal, so the answer lies on it or as near. Up and to the right is better."
     )
     return "Throughput and speed", words, charts.frontier(
-        thinned(*every), {way: pareto(*one) for way, one in found.items()}, pareto(*every), points,
-        WORTH[objective],
+        thinned(speed, worth), {way: pareto(*one) for way, one in found.items()}, pareto(speed, worth),
+        points, WORTH[objective],
     )  # fmt: skip
 
 

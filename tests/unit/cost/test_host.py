@@ -45,7 +45,7 @@ def test_the_machines_file_says_how_long_a_call_takes(tmp_path):
 
 
 def test_a_published_service_on_processors_is_met():
-    """DeepSeek-R1 in int8, SGLang, two Xeon 6980P, one request of 1,024 in and out: 68.0 ms a token, 1.9 s."""
+    """DeepSeek-R1 in int8, SGLang, two Xeon 6980P; a request of 1,024 in and out: 68.0 ms a token, 1.9 s."""
     spec = read_config(locate("deepseek-r1").config, name="deepseek-r1")
     asked = Question(
         model=spec, clusters=(cluster("xeon-6980px2"),), profile="calibrated", shares=skewed(spec),
