@@ -22,6 +22,7 @@ from moesaic.cli.options import (
     MaxNumSeqs,
     Model,
     NumericsName,
+    Ranks,
     Threads,
     with_options,
 )
@@ -133,6 +134,7 @@ def throughput_command(
     weight_format: FormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
+    ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
 ) -> None:
     """Measure an engine in this process."""
     plan, slo = options.plan(), options.slo()
@@ -149,6 +151,7 @@ def throughput_command(
         dtype=dtype,
         format=weight_format,
         num_threads=threads,
+        num_ranks=ranks,
     ) as llm:
         engine = llm.engine
         load = options.load(vocab=engine.spec.vocab, max_model_len=engine.max_model_len)

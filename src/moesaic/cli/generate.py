@@ -17,6 +17,7 @@ from moesaic.cli.options import (
     IgnoreEos,
     Model,
     NumericsName,
+    Ranks,
     Threads,
 )
 from moesaic.engine.config import read_hub_cache
@@ -58,6 +59,7 @@ def generate_command(
     weight_format: FormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
+    ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
 ) -> None:
     """Continue a prompt on the terminal."""
     stated = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
@@ -82,6 +84,7 @@ def generate_command(
         dtype=dtype,
         format=weight_format,
         num_threads=threads,
+        num_ranks=ranks,
     ) as llm:
         prompt_ids = _encode_chat(llm, text) if chat else llm.encode(text)
         completion = _stream(llm, prompt_ids, sampling, write=None if as_json else _write)

@@ -30,6 +30,9 @@ NumericsName = Annotated[str, typer.Option(help="Numerics preset: portable or fa
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads to compute with [default: all processors].")
 ]
+Ranks = Annotated[
+    int, typer.Option(min=1, help="Processes that share the experts, each with requests of its own.")
+]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")]
 
 

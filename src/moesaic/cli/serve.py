@@ -20,6 +20,7 @@ from moesaic.cli.options import (
     MaxNumSeqs,
     Model,
     NumericsName,
+    Ranks,
     Threads,
     defaults_of,
 )
@@ -62,6 +63,7 @@ def serve_command(
     weight_format: FormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
+    ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
     generation_config: Annotated[
         str,
         typer.Option(help="auto: sampling defaults are those of the model's generation_config.json; none."),
@@ -102,6 +104,7 @@ def serve_command(
         max_waiting=max_waiting,
         kv_bytes=None if kv_bytes is None else parse_bytes(kv_bytes),
         num_threads=threads,
+        num_ranks=ranks,
     )
     defaults = SamplingDefaults.load(folder) if generation_config == "auto" else SamplingDefaults()
     _serve(located, config, settings, defaults, host=host, port=port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -44,6 +45,10 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._table: llguidance.LLTokenizer | None = None
         self._lock = Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as what it is made of: every rank that samples has a compiler of its own."""
+        return partial(GrammarCompiler, self._tokenizer, num_logits=self._num_logits), ()
 
     def check(self, schema: str) -> None:
         """Whether `compile` would take this schema, and a first token could be chosen.
