@@ -5,8 +5,9 @@
 Two stages. Interpretable numbers (shares of peaks, launch times, interference) by regularised robust least
 squares on the log of physical by measured time; then the correction of what is left. Both are fitted to all
 groups of (model, device), and once without each of them, always from the same start and never from a fit that
-saw more; hyper-parameters are the constants below and in `cost/correction.py`, the same for every fit. The
-intervals of a group come from the errors of the other groups. Takes some minutes.
+saw more. How freely the effects may move is chosen by cross-validation among the groups that a fit
+may see (nested: `Choices`), the intervals of a group come from the errors of the other groups. Takes some
+minutes.
 """
 
 from __future__ import annotations
@@ -14,44 +15,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
+from cost_rows import SKEW, START, Data, numbers_of, physical
 
-from moesaic.audit.accuracy import cases_of, group_of
-from moesaic.audit.perf_rows import PerfRow, read_perf_rows, spec_of
-from moesaic.cost.calibrated import (
-    BACKENDS,
-    DATA,
-    FULL_RATE_ROWS,
-    HELD_OUT,
-    NUMBERS,
-    TARGETS,
-    held_out,
-    is_blackwell,
-    load_of,
-    setting_of,
-    shipped,
-)
-from moesaic.cost.correction import Correction, fit_correction
-from moesaic.cost.layouts import step_cost
-from moesaic.cost.load import assumed_shares
-from moesaic.cost.ops import Work
-from moesaic.cost.profile import KINDS, LAUNCHES, PAPER, Profile
-from moesaic.cost.serving import active_seqs
-from moesaic.cost.term import leaves
+from moesaic.audit.perf_rows import read_perf_rows
+from moesaic.cost.calibrated import BACKENDS, DATA, HELD_OUT, NUMBERS, TARGETS, held_out, shipped
+from moesaic.cost.correction import Correction, Priors, Regression, Setting, middle_load, regression
 
-SKEW = 0.9  # exponent of expert popularity
-START = {
-    "compute.matrices": 1.4, "compute.attention": 1.4, "compute.experts": 1.6, "memory.matrices": 1.3,
-    "memory.attention": 1.3, "memory.experts": 1.3, "link": 1.9, "collective": 5.0, "launch.gqa": 8.0,
-    "launch.mla": 15.0, "launch.index": 10.0, "launch.linear": 10.0, "launch.experts": 15.0,
-    "launch.shared_experts": 4.0, "launch.dense_ffn": 4.0, "launch.quantise": 8.0, "step": 1000.0,
-    "launch_power": 1.3, "prefill_in_decode": 1.0, "first": 20e3, "eager": 5.0, "queue_share": 0.1,
-    "queue_power": 0.5, "first_steps": 1.0, "slot_share": 0.7,
-}  # fmt: skip
 STIFF = {"link": 8.0, "collective": 8.0}
 """Numbers that were measured by themselves, and how much stiffer they are than the others.
 
@@ -61,149 +36,31 @@ GROUPS = (*BACKENDS, "blackwell", "older")
 STEPS = 15  # of a fit
 HUBER = 0.15  # residuals beyond this count linearly
 RIDGE = 0.018  # on the log of every number, by the square root of the rows
-DEVIATION = 0.036  # the same on how far a group's number is from the common one
+DEVIATION = 0.036
+"""The same on how far a group's number is from the common one.
+
+guess: cross-validation among the measured rows would have it looser, 0.065, but then experts' and products'
+rates leave what is plausible, and a published pair of layouts far from those rows is ranked the wrong way.
+"""
 TTFT_WEIGHT = 0.6  # of a time to the first token, by that of a time per output token
-DENSE_WEIGHT = 0.35  # dense models help with attention and links, but are not what is judged
-TERMS = ("attention_projections", "attention", "experts", "shared_experts", "dense_ffn", "head")
-TRANSFERS = ("attention_all_reduce", "ffn_all_reduce", "dispatch", "combine", "head")
 
-OUTLIER = 0.5  # a row this far (log) from the physics counts half in the correction, farther ones still less
 NOISE = {"tpot": 0.4, "ttft": 0.7}  # of a row about its effects; rows of a group are far from independent
-CORRECTION_DENSE_WEIGHT = 0.5
-COVERED = {"tpot": 0.78, "ttft": 0.765}  # of the rows: 80 % intervals, short of it to keep them narrow
+COVERED = {"tpot": 0.78, "ttft": 0.755}  # of the rows: 80 % intervals, short of it to keep them narrow
+
+FOLDS = 6  # that the groups are parted into to choose
+PRIORS = tuple(Priors(offsets=one, slopes=two) for one, two in product((0.5, 1.0), repeat=2))
+OUTLIER = 0.35
+"""A row this far (log) from the physics counts half in the correction, farther ones still less.
+
+guess: chosen with the priors, between this and 0.7, the 90 % errors come out up to four points higher.
+"""
+
+Tried = tuple[str, Priors]
+"""A target and what is tried for it."""
 
 
-@dataclass
-class Data:
-    """Rows and their unit times: what each would take at the datasheet's rates, by operator."""
-
-    rows: tuple[PerfRow, ...]
-    unit: dict[tuple[str, str, str], np.ndarray] = field(default_factory=dict)
-    launched: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)  # by term and launch: how many
-
-    def __post_init__(self) -> None:
-        rows, n = self.rows, len(self.rows)
-        column = lambda name: np.array([getattr(row, name) for row in rows], dtype=np.float64)  # noqa: E731
-        self.batch, self.output = column("batch"), column("output")
-        self.measured = {"tpot": column("tpot_s"), "ttft": column("ttft_s")}
-        self.group = np.array([group_of(row) for row in rows])
-        self.is_sparse = np.array([bool(spec_of(row.model).moe_layers) for row in rows])
-        sizes = Counter(self.group.tolist())
-        size = np.array([sizes[name] for name in self.group.tolist()])
-        self.weight = (40 / np.maximum(size, 15)) ** 0.25 * np.where(self.is_sparse, 1.0, DENSE_WEIGHT)
-        repeats = Counter(rows_key(row) for row in rows)
-        self.correction_weight = (40 / np.maximum(size, 20)) ** 0.25 * np.where(
-            self.is_sparse, 1.0, CORRECTION_DENSE_WEIGHT
-        )
-        self.correction_weight /= np.array([repeats[rows_key(row)] for row in rows])
-        self.active, self.settings, self.load = np.zeros(n), [None] * n, None
-        self.is_in = [np.array([row.backend == name for row in rows]) for name in BACKENDS]
-        self._extract()
-
-    def _extract(self) -> None:
-        """Walks the rows once for operators and transfers, and once for each launch."""
-        found: dict[tuple[str, str, str], np.ndarray] = defaultdict(lambda: np.zeros(len(self.rows)))
-        counts: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(len(self.rows)))
-        new = np.zeros(len(self.rows), dtype=bool)
-        loads: dict[int, np.ndarray] = {}
-        for ids, case in cases_of(self.rows):
-            traffic, ones = case.traffic, np.ones(len(ids))
-            new[ids] = is_blackwell(case.cluster)
-            setting = setting_of(case.model, case.cluster, case.formats, case.backend)
-            for idx, line in zip(ids, load_of(case.split, traffic), strict=True):
-                self.settings[idx], loads[idx] = setting, line
-            self.active[ids] = active_seqs(case.model, case.cluster, case.split, traffic, PAPER, case.formats)
-            works = {
-                "decode": Work(
-                    num_seqs=self.active[ids], new_tokens=ones, past=traffic.prompt + traffic.output / 2
-                ),
-                "prefill": Work(num_seqs=ones, new_tokens=traffic.prompt, past=0 * ones),
-            }
-            shares = assumed_shares(case.model, SKEW)
-            walk = lambda work, launch, case=case, shares=shares: leaves(  # noqa: E731
-                step_cost(
-                    case.model, case.cluster, case.split, work, formats=case.formats,
-                    profile=unit_profile(launch), shares=shares,
-                )
-            )  # fmt: skip
-            for phase, work in works.items():
-                for times, term in walk(work, None):
-                    parts = (
-                        {"moved": term.seconds.value - term.overhead_s, "collectives": term.overhead_s}
-                        if term.resource in ("link", "network")
-                        else {"compute": term.compute_s, "memory": term.memory_s}
-                    )
-                    for part, seconds in parts.items():
-                        found[phase, term.name, part][ids] += np.broadcast_to(seconds * times, len(ids))
-            one = Work(num_seqs=1.0, new_tokens=1.0, past=0.0)
-            for launch in LAUNCHES:
-                for times, term in walk(one, launch):
-                    if term.resource in ("compute", "memory"):
-                        counts[term.name, launch][ids] += times * term.overhead_s
-        self.unit, self.launched = dict(found), {key: one for key, one in counts.items() if one.any()}
-        self.load = np.array([loads[idx] for idx in range(len(self.rows))])
-        self.is_in += [new, ~new]
-
-
-def rows_key(row: PerfRow) -> tuple[object, ...]:
-    """What repeated reports of one measurement share."""
-    return (
-        row.model, row.machine, row.backend, row.prompt, row.output, row.tp, row.dp, row.ep, row.batch,
-        row.dense_format, row.expert_format, row.ttft_s,
-    )  # fmt: skip
-
-
-def unit_profile(launch: str | None) -> Profile:
-    """The datasheet's rates and a second for each launch of one kind."""
-    return Profile(
-        name="unit", source="modelled", compute_share=dict.fromkeys(KINDS, 1.0),
-        memory_share=dict.fromkeys(KINDS, 1.0), link_share=1.0, network_share=1.0, usable_memory=0.9,
-        launch_s={**dict.fromkeys(LAUNCHES, 0.0), **({launch: 1.0} if launch else {})}, hop_factor=0.0,
-        exchange_factor=0.0, collective_s=1.0, full_rate_rows=FULL_RATE_ROWS,
-    )  # fmt: skip
-
-
-def numbers_of(theta: np.ndarray, data: Data) -> np.ndarray:
-    """Logs of every fitted number of every row: the base and the deviations of its backend and generation.
-
-    Shapes:  theta [1 + groups, numbers]; returns [numbers, rows].
-    """
-    start = np.log([START[name] for name in NUMBERS])
-    return start[:, None] + theta[0][:, None] + theta[1:].T @ np.array(data.is_in, dtype=np.float64)
-
-
-def physical(logs: np.ndarray, data: Data) -> dict[str, np.ndarray]:
-    """The same times as `cost.serving.phases`, from the unit times."""
-    p, zero = dict(zip(NUMBERS, np.exp(logs), strict=True)), np.zeros(len(data.rows))
-    seconds, added = {}, {}
-    launched = dict.fromkeys(TERMS, zero)
-    for (term, launch), count in data.launched.items():
-        name = "launch.linear" if launch == "mamba" else f"launch.{launch}"
-        if name in p:
-            launched[term] = launched[term] + count * p[name] * 1e-6
-    power = np.maximum(p["launch_power"], 1.0)
-    for phase in ("decode", "prefill"):
-        unit = lambda name, part, phase=phase: data.unit.get((phase, name, part), zero)  # noqa: E731
-        total, shared = zero, zero
-        for name in TERMS:
-            kind = name if name in ("attention", "experts") else "matrices"
-            compute = unit(name, "compute") * p[f"compute.{kind}"]
-            memory = unit(name, "memory") * p[f"memory.{kind}"]
-            work = np.maximum(compute, memory)
-            shared = shared + np.maximum(compute, memory / data.active)
-            total = total + (work**power + launched[name] ** power) ** (1 / power)
-        for name in TRANSFERS:
-            moved = unit(name, "moved") * p["link"]
-            total = total + moved + unit(name, "collectives") * p["collective"] * 1e-6
-            shared = shared + moved
-        seconds[phase], added[phase] = total, shared
-    decode = seconds["decode"] + p["step"] * 1e-6
-    tpot = decode + p["prefill_in_decode"] * (data.active - 1) / data.output * added["prefill"]
-    queue = 1 + p["queue_share"] * (data.active ** p["queue_power"] - 1)
-    ttft = seconds["prefill"] * queue + p["first_steps"] * decode + p["first"] * 1e-6
-    ttft = ttft + p["eager"] * sum(launched.values())
-    ttft = ttft + p["slot_share"] * (data.batch / data.active - 1) * data.output * tpot
-    return {"tpot": tpot, "ttft": ttft}
+Choice = dict[str, Priors]
+"""What is chosen for the correction of a fit, by target."""
 
 
 def fit_numbers(data: Data, chosen: np.ndarray) -> np.ndarray:
@@ -259,66 +116,175 @@ def fit_numbers(data: Data, chosen: np.ndarray) -> np.ndarray:
     return theta
 
 
+SORTS = ("physical_errors", "blind_errors", "plan_errors", "errors")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """A fit of both stages, and what it makes of every row, its own and others.
 
-    Shapes:  errors and physical_errors, by target: log of measured by predicted [rows].
+    Shapes:  errors, those of one who does not know the backend, those of a plan (no backend, only the level
+             of the correction, and of times per token), those of the physics alone, by target: log of
+             measured by predicted [rows].
     """
 
     theta: np.ndarray
     corrections: dict[str, Correction]
     errors: dict[str, np.ndarray]
+    blind_errors: dict[str, np.ndarray]
+    plan_errors: dict[str, np.ndarray]
     physical_errors: dict[str, np.ndarray]
     is_known: np.ndarray  # whether the correction knows the row's model in its engine
+    is_known_anywhere: np.ndarray  # or in any engine
 
 
-def fit(data: Data, chosen: np.ndarray) -> Fit:
+def fit(data: Data, chosen: np.ndarray, choice: Choice) -> Fit:
     """Both stages on the chosen rows; nothing of the others is looked at."""
     theta = fit_numbers(data, chosen)
-    times = physical(numbers_of(theta, data), data)
-    left = {target: np.log(data.measured[target] / times[target]) for target in TARGETS}
-    settings = [data.settings[idx] for idx in np.flatnonzero(chosen)]
+    left = left_by(theta, data)
     corrections = {
-        target: fit_correction(
-            settings, data.load[chosen], left[target][chosen],
-            (data.correction_weight / (1 + (left[target] / OUTLIER) ** 2))[chosen], NOISE[target],
-        )
+        target: equations(data, chosen, left[target]).under(choice[target], NOISE[target])
         for target in TARGETS
-    }  # fmt: skip
+    }
     corrected = {target: left[target] - log_ratios(corrections[target], data) for target in TARGETS}
+    blind = left_by(theta, data, is_blind=True)
+    level = middle_load(prompt=data.prompt, output=data.output)
     return Fit(
         theta=theta, corrections=corrections, errors=corrected, physical_errors=left,
+        blind_errors={
+            target: blind[target] - blind_ratios(corrections[target], data, data.load) for target in TARGETS
+        },
+        plan_errors={
+            "tpot": blind["tpot"] - blind_ratios(corrections["tpot"], data, level), "ttft": blind["ttft"]
+        },
         is_known=np.array([corrections["tpot"].knows(one) for one in data.settings]),
+        is_known_anywhere=np.array(
+            [
+                any(corrections["tpot"].knows(replace(one, backend=name)) for name in BACKENDS)
+                for one in data.settings
+            ]
+        ),
     )  # fmt: skip
+
+
+def left_by(theta: np.ndarray, data: Data, *, is_blind: bool = False) -> dict[str, np.ndarray]:
+    """Log of measured by physical time of every row."""
+    times = physical(numbers_of(theta, data, is_blind=is_blind), data)
+    return {target: np.log(data.measured[target] / times[target]) for target in TARGETS}
+
+
+def equations(data: Data, chosen: np.ndarray, left: np.ndarray) -> Regression:
+    """Those of the correction of what is left of the chosen rows."""
+    settings = [data.settings[idx] for idx in np.flatnonzero(chosen)]
+    weights = data.correction_weight / (1 + (left / OUTLIER) ** 2)
+    return regression(settings, data.load[chosen], left[chosen], weights[chosen])
+
+
+class Choices:
+    """Nested cross-validation: what to choose where some rows may not be seen.
+
+    Groups are parted into folds. For every pair of folds and every choice there is a fit without the pair,
+    and its errors on the pair. A fit without a group chooses by the errors on the folds that the group is not
+    in, of fits without the group's whole fold: nothing of the group is looked at. Where rows of several folds
+    are hidden (a whole model or device), they are left out of the errors alone.
+    """
+
+    def __init__(self, data: Data) -> None:
+        names = sorted(set(data.group.tolist()))
+        self.data = data
+        self.fold = np.array([names.index(name) % FOLDS for name in data.group.tolist()])
+        self.errors = {pair: self._errors(np.isin(self.fold, pair)) for pair in combinations(range(FOLDS), 2)}
+
+    def _errors(self, hidden: np.ndarray) -> dict[Tried, np.ndarray]:
+        """Absolute log errors of every row by fits without the hidden ones."""
+        left = left_by(fit_numbers(self.data, ~hidden), self.data)
+        found = {}
+        for target in TARGETS:
+            solved = equations(self.data, ~hidden, left[target])
+            for priors in PRIORS:
+                effects = log_ratios(solved.under(priors, NOISE[target]), self.data)
+                found[target, priors] = np.abs(left[target] - effects)
+        return found
+
+    def without(self, hidden: np.ndarray) -> Choice:
+        """The choice for a fit without the hidden rows."""
+        scores = self._scores(hidden)
+        return {target: cautious(scores, target) for target in TARGETS}
+
+    def _scores(self, hidden: np.ndarray) -> dict[Tried, np.ndarray]:
+        """Mean errors over rows of sparse models, one for each pair of folds that may be looked at."""
+        folds = set(self.fold[hidden].tolist())
+        is_one = len(folds) == 1
+        scores: dict[Tried, list[float]] = defaultdict(list)
+        for pair, errors in self.errors.items():
+            if is_one and not folds & set(pair):
+                continue
+            judged = np.isin(self.fold, list(set(pair) - folds) if is_one else pair)
+            judged &= self.data.is_sparse & ~hidden
+            for key, one in errors.items():
+                scores[key].append(float(one[judged].mean()))
+        return {key: np.array(one) for key, one in scores.items()}
+
+
+def cautious(scores: dict[Tried, np.ndarray], target: str) -> Priors:
+    """The most shrunk choice of a target within a standard error of the one with the least mean error.
+
+    Source: the one-standard-error rule, Breiman et al. 1984, sec. 3.4.3, on differences pair by pair.
+    """
+    tried = [key for key in scores if key[0] == target]
+    best = min(tried, key=lambda key: scores[key].mean())
+    more = {key: scores[key] - scores[best] for key in tried}
+    within = [key for key, one in more.items() if one.mean() <= one.std(ddof=1) / np.sqrt(len(one))]
+    return min((priors for _, priors in within), key=lambda one: (one.slopes, one.offsets))
 
 
 def log_ratios(correction: Correction, data: Data) -> np.ndarray:
     """What a correction says of every row."""
-    found, rows = np.zeros(len(data.rows)), defaultdict(list)
-    for idx, setting in enumerate(data.settings):
-        rows[setting].append(idx)
-    for setting, ids in rows.items():
+    found = np.zeros(len(data.rows))
+    for setting, ids in rows_by_setting(data).items():
         found[ids] = correction.log_ratio(setting, data.load[ids])
     return found
+
+
+def blind_ratios(correction: Correction, data: Data, load: np.ndarray) -> np.ndarray:
+    """The same for one who does not know the backend: the mean over them."""
+    found = np.zeros(len(data.rows))
+    for setting, ids in rows_by_setting(data).items():
+        every = [replace(setting, backend=name) for name in BACKENDS]
+        found[ids] = np.mean([correction.log_ratio(one, load[ids]) for one in every], axis=0)
+    return found
+
+
+def rows_by_setting(data: Data) -> dict[Setting, list[int]]:
+    """The rows of every setting."""
+    rows: dict[Setting, list[int]] = defaultdict(list)
+    for idx, setting in enumerate(data.settings):
+        rows[setting].append(idx)
+    return rows
 
 
 def main() -> int:
     """Fit, report the error on groups never fitted, write the package's data."""
     path, began = Path(sys.argv[1]), time.monotonic()
     data = Data(read_perf_rows(path).rows)
-    fits = {"all": fit(data, np.ones(len(data.rows), dtype=bool))}
+    choices = Choices(data)
+    print(f"cross-validated, {time.monotonic() - began:.0f} s", flush=True)
+    fits = {"all": fit_without(data, np.zeros(len(data.rows), dtype=bool), choices)}
     for name in sorted(set(data.group.tolist())):
-        fits[name] = fit(data, data.group != name)
         own = data.group == name
+        fits[name] = fit_without(data, own, choices)
         report(f"{name} {time.monotonic() - began:.0f} s", {t: fits[name].errors[t][own] for t in TARGETS})
-    errors, physics = (
-        {t: of_held_out(fits, data, which, t) for t in TARGETS} for which in ("errors", "physical_errors")
-    )
-    report("physics alone", {t: physics[t][data.is_sparse] for t in TARGETS})
-    report("corrected", {t: errors[t][data.is_sparse] for t in TARGETS})
-    write(fits, errors, physics, data, path)
+    found = {which: {t: of_held_out(fits, data, which, t) for t in TARGETS} for which in SORTS}
+    for which, errors in found.items():
+        report(which, {t: errors[t][data.is_sparse] for t in TARGETS})
+    write(fits, found, choices, path)
     return 0
+
+
+def fit_without(data: Data, hidden: np.ndarray, choices: Choices) -> Fit:
+    """A fit that neither saw the hidden rows nor was chosen by them."""
+    choice = choices.without(hidden)
+    return fit(data, ~hidden, choice)
 
 
 def of_held_out(fits: dict[str, Fit], data: Data, which: str, target: str) -> np.ndarray:
@@ -361,34 +327,43 @@ def widening(errors: np.ndarray, chosen: np.ndarray, is_known: np.ndarray) -> fl
     return float(np.clip(far / near, 1.0, 3.0))
 
 
-def stricter(data: Data) -> dict[str, dict[str, list[float]]]:
+def stricter(choices: Choices) -> dict[str, dict[str, list[float]]]:
     """Median and 90 % error when the whole model, or the whole device, was left out."""
-    found = {}
+    data, found = choices.data, {}
     for sort in ("model", "gpu"):
         names = np.array([row.model if sort == "model" else row.machine for row in data.rows])
         errors = {target: np.zeros(len(names)) for target in TARGETS}
         for name in sorted(set(names[data.is_sparse].tolist())):
             own = names == name
-            left = fit(data, ~own).errors
+            left = fit_without(data, own, choices).errors
             for target in TARGETS:
                 errors[target][own] = left[target][own]
         report(f"whole {sort} left out", {t: errors[t][data.is_sparse] for t in TARGETS})
-        ape = {target: np.abs(np.expm1(-errors[target][data.is_sparse])) for target in TARGETS}
-        found[sort] = {t: rounded([np.median(one), np.quantile(one, 0.9)]) for t, one in ape.items()}
+        found[sort] = figures(errors, data)
     return found
 
 
+def figures(errors: dict[str, np.ndarray], data: Data) -> dict[str, list[float]]:
+    """Median and 90 % absolute error of the rows of sparse models, by target."""
+    ape = {target: np.abs(np.expm1(-one[data.is_sparse])) for target, one in errors.items()}
+    return {target: rounded(np.quantile(one, (0.5, 0.9))) for target, one in ape.items()}
+
+
 def write(
-    fits: dict[str, Fit],
-    errors: dict[str, np.ndarray],
-    physics: dict[str, np.ndarray],
-    data: Data,
-    path: Path,
+    fits: dict[str, Fit], found: dict[str, dict[str, np.ndarray]], choices: Choices, path: Path
 ) -> None:
     """The data files; the bounds of a group come from the errors of the other groups."""
-    is_known = np.array([fits[name].is_known[idx] for idx, name in enumerate(data.group.tolist())])
+    data = choices.data
+    is_known, is_known_anywhere = (
+        np.array([getattr(fits[name], which)[idx] for idx, name in enumerate(data.group.tolist())])
+        for which in ("is_known", "is_known_anywhere")
+    )
     plain = {name: as_plain(one) for name, one in fits.items()}
-    sorts = {"any": errors, "physics": physics, **dict.fromkeys(BACKENDS, errors)}
+    errors = found["errors"]
+    sorts = {
+        "any": found["blind_errors"], "plan": found["plan_errors"], "physics": found["physical_errors"],
+        **dict.fromkeys(BACKENDS, errors),
+    }  # fmt: skip
     members = dict(zip(BACKENDS, data.is_in, strict=False))
     for name, one in plain.items():
         others = data.is_sparse & (data.group != name)
@@ -396,7 +371,8 @@ def write(
             wide = widening(errors[target], others, is_known)
             one["widening"][target] = round(wide, 4)
             for sort, source in sorts.items():
-                power = np.where(is_known | (sort == "physics"), 1.0, wide)
+                near = is_known_anywhere if sort in ("any", "plan") else is_known | (sort == "physics")
+                power = np.where(near, 1.0, wide)
                 chosen = others & members.get(sort, True)
                 scaled = (source[target] / power)[chosen]
                 level = widest_level(scaled, data.group[chosen], COVERED[target])
@@ -407,11 +383,10 @@ def write(
         "units": "compute, memory and link are inverse shares; times are microseconds; effects are logs",
         "skew": SKEW,
         "stricter": {
-            "physics": {
-                target: rounded(np.quantile(np.abs(np.expm1(-physics[target][data.is_sparse])), (0.5, 0.9)))
-                for target in TARGETS
-            },
-            **stricter(data),
+            "physics": figures(found["physical_errors"], data),
+            "engine": figures(found["blind_errors"], data),
+            "plan": figures(found["plan_errors"], data),
+            **stricter(choices),
         },
         "fit": plain.pop("all"),
     }

@@ -39,7 +39,8 @@ NUMBERS = (
     "compute.matrices", "compute.attention", "compute.experts", "memory.matrices", "memory.attention",
     "memory.experts", "link", "collective", "launch.gqa", "launch.mla", "launch.index", "launch.linear",
     "launch.experts", "launch.shared_experts", "launch.dense_ffn", "launch.quantise", "step", "launch_power",
-    "prefill_in_decode", "first", "eager", "queue_share", "queue_power", "first_steps", "slot_share",
+    "prefill_in_decode", "first", "eager", "queue_share", "queue_power", "backlog", "first_steps",
+    "slot_share",
 )  # fmt: skip
 """Names of the fitted numbers; compute, memory and link are inverse shares, times are microseconds."""
 
@@ -54,7 +55,7 @@ class Calibration:
     ]  # by backend, "blackwell" and "older": factors on the numbers
     bounds: Mapping[str, Mapping[str, tuple[float, float]]]
     """10 % and 90 % quantile of measured by predicted time on groups left out, by target: for each backend,
-    for "any" of them, and of the physics alone ("physics")."""
+    for one that is not known ("any"), of what a plan says, for no engine ("plan"), of the physics alone."""
     widening: Mapping[str, float]
     """By target: the bounds of a model that was not measured in the engine are these with this power."""
     corrections: Mapping[str, Correction]  # by target
@@ -99,9 +100,35 @@ class Calibration:
 
         return Interference(
             prefill_in_decode=number("prefill_in_decode"), queue_share=number("queue_share"),
-            queue_power=number("queue_power"), first_s=number("first") * 1e-6,
+            queue_power=number("queue_power"), backlog=number("backlog"), first_s=number("first") * 1e-6,
             eager=number("eager"), first_steps=number("first_steps"), slot_share=number("slot_share"),
         )  # fmt: skip
+
+    def log_ratios(
+        self, target: str, model: ModelSpec, cluster: Cluster, formats: Formats, load: FloatArray,
+        backend: str | None = None,
+    ) -> FloatArray:  # fmt: skip
+        """Log of corrected by physical time; without a backend, the mean over them; 0 on a measured machine.
+
+        Shapes:  load as `load_of` gives it; returns [cases].
+        """
+        if cluster.machine.is_measured:
+            return np.zeros(len(load))
+        correction = self.corrections[target]
+        settings = _settings(model, cluster, formats, backend)
+        found: FloatArray = np.mean([correction.log_ratio(one, load) for one in settings], axis=0)
+        return found
+
+    def factors(
+        self, target: str, model: ModelSpec, cluster: Cluster, formats: Formats, backend: str | None = None,
+        sort: str | None = None,
+    ) -> tuple[float, float]:  # fmt: skip
+        """The 80 % interval by a time, wider for a model that was measured in no such engine."""
+        correction = self.corrections[target]
+        is_known = any(correction.knows(one) for one in _settings(model, cluster, formats, backend))
+        power = 1.0 if is_known else self.widening[target]
+        low, high = self.bounds[target][sort or backend or "any"]
+        return low**power, high**power
 
 
 FULL_RATE_ROWS = 256.0  # guess: rows of a product at which a tensor core's tiles are full
@@ -134,6 +161,7 @@ class Prediction:
 
     ttft_s: Interval
     tpot_s: Interval
+    decode_s: Interval  # per token where others prefill: corrected as with the shortest prompts
     phases: Phases
 
 
@@ -157,20 +185,22 @@ def predict(
         interference=fitted.interference(cluster, backend), formats=formats, shares=shares,
     )  # fmt: skip
     load = load_of(split, traffic)
-    settings = [
-        setting_of(model, cluster, formats or Formats(), one) for one in ((backend,) if backend else BACKENDS)
-    ]
+    alone = load_of(split, replace(traffic, prompt=1.0))
     times = {}
-    for target, value in (("tpot", found.tpot_s), ("ttft", found.ttft_s)):
-        correction = fitted.corrections[target]
-        logs = np.mean([correction.log_ratio(setting, load) for setting in settings], axis=0)
-        logs = logs * (not cluster.machine.is_measured)
-        is_known = any(correction.knows(setting) for setting in settings)
-        power = 1.0 if is_known else fitted.widening[target]
-        low, high = (bound**power for bound in fitted.bounds[target][backend or "any"])
+    for name, value, case_load in (
+        ("tpot", found.tpot_s, load), ("ttft", found.ttft_s, load), ("decode", found.decode_s, alone)
+    ):  # fmt: skip
+        target = "ttft" if name == "ttft" else "tpot"
+        logs = fitted.log_ratios(target, model, cluster, formats or Formats(), case_load, backend)
         corrected = np.asarray(value) * np.exp(logs).reshape(np.shape(value))
-        times[target] = Interval.exactly(corrected).widened(low, high)
-    return Prediction(ttft_s=times["ttft"], tpot_s=times["tpot"], phases=found)
+        low, high = fitted.factors(target, model, cluster, formats or Formats(), backend)
+        times[name] = Interval.exactly(corrected).widened(low, high)
+    return Prediction(ttft_s=times["ttft"], tpot_s=times["tpot"], decode_s=times["decode"], phases=found)
+
+
+def _settings(model: ModelSpec, cluster: Cluster, formats: Formats, backend: str | None) -> list[Setting]:
+    """That of a backend, or of each of them."""
+    return [setting_of(model, cluster, formats, one) for one in ((backend,) if backend else BACKENDS)]
 
 
 def setting_of(model: ModelSpec, cluster: Cluster, formats: Formats, backend: str) -> Setting:

@@ -35,7 +35,20 @@ LEVELS: Mapping[str, tuple[str, ...]] = {
 BROAD = ("all", "backend")  # levels whose effects bend and have flags
 OFFSET = {"model": 0.1, "backend+model": 0.2}  # standard deviations of offsets; 0.15 for the other levels
 SLOPE, BEND, FLAG = 0.07, 0.05, 0.1
-"""Standard deviations of the other columns. guess: priors are set by hand, not searched for."""
+"""Standard deviations of the other columns. guess: only their ratios; how large they are is `Priors`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Priors:
+    """How far effects may go: factors on the standard deviations of offsets and of all other columns."""
+
+    offsets: float = 1.0
+    slopes: float = 1.0
+
+    def of(self, level: str, width: int) -> list[float]:
+        """Standard deviations of a level's columns."""
+        other = [SLOPE] * (LOAD - 1) + [BEND] * BENDS + [FLAG] * FLAGS
+        return [self.offsets * OFFSET.get(level, 0.15), *(self.slopes * one for one in other)][:width]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +100,11 @@ def basis(
     return np.stack([np.ones(len(b)), b, p, o, r, *bends, *flags], axis=1).astype(np.float64)
 
 
+def middle_load(*, prompt: Number, output: Number) -> FloatArray:
+    """The basis of these requests where nothing else is known: everything else in its middle, no flags."""
+    return basis(batch=16.0, prompt=prompt, output=output, ranks=4.0, ep=1.0, dp=1.0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Correction:
     """Effects by level: as many weights as the level has columns of the basis."""
@@ -98,58 +116,64 @@ class Correction:
 
         Shapes:  load as `basis` gives it; returns [runs].
         """
-        total = np.zeros(len(load))
+        total = np.zeros(load.shape[1])
         for key in setting.levels():
-            if key in self.effects:
-                weights = np.asarray(self.effects[key])
-                total += load[:, : len(weights)] @ weights
-        return np.clip(total, -LIMIT, LIMIT)
+            weights = self.effects.get(key, ())
+            total[: len(weights)] += weights
+        return np.clip(load @ total, -LIMIT, LIMIT)
 
     def knows(self, setting: Setting) -> bool:
         """Whether runs of this model in this engine were measured."""
         return setting.known_by in self.effects
 
 
-def columns(
-    settings: Sequence[Setting], load: FloatArray
-) -> tuple[list[str], list[int], FloatArray, FloatArray]:
-    """The regression's matrix: a block of columns for each level that occurs.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Regression:
+    """The normal equations of some runs, to be solved under any priors.
 
-    Shapes:  returns (level keys, first column of each block and the end, matrix [runs, columns], standard
-             deviations of the priors [columns]).
+    Shapes:  starts are the first column of each level's block and the end; normal [columns, columns] and
+             right [columns].
+    """
+
+    keys: Sequence[str]
+    starts: Sequence[int]
+    normal: FloatArray
+    right: FloatArray
+
+    def under(self, priors: Priors, noise: float) -> Correction:
+        """The effects; noise is the standard deviation of a run of weight 1 about them."""
+        spread: list[float] = []
+        for key, (start, end) in zip(self.keys, pairwise(self.starts), strict=True):
+            spread += priors.of(key.split(":", 1)[0], end - start)
+        found = np.linalg.solve(self.normal + np.diag((noise / np.array(spread)) ** 2), self.right)
+        return Correction(
+            effects={
+                key: tuple(found[start:end].tolist())
+                for key, (start, end) in zip(self.keys, pairwise(self.starts), strict=True)
+            }
+        )
+
+
+def regression(
+    settings: Sequence[Setting], load: FloatArray, log_ratios: FloatArray, weights: FloatArray
+) -> Regression:
+    """The equations for effects that explain log ratios of measured by physical time.
+
+    Shapes:  load [runs, columns of `basis`]; log_ratios and weights [runs].
     """
     members: dict[str, list[int]] = {}
     for idx, setting in enumerate(settings):
         for key in setting.levels():
             members.setdefault(key, []).append(idx)
-    blocks, starts, priors = [], [0], []
-    for key, rows in members.items():
-        level = key.split(":", 1)[0]
-        wide = LOAD + (BENDS + FLAGS if level in BROAD else 0)
-        block = np.zeros((len(settings), wide))
-        block[rows] = load[rows, :wide]
+    blocks, starts = [], [0]
+    for key, rows in members.items():  # a block of columns for each level that occurs
+        width = LOAD + (BENDS + FLAGS if key.split(":", 1)[0] in BROAD else 0)
+        block = np.zeros((len(settings), width))
+        block[rows] = load[rows, :width]
         blocks.append(block)
-        starts.append(starts[-1] + wide)
-        prior = [OFFSET.get(level, 0.15)] + [SLOPE] * (LOAD - 1) + [BEND] * BENDS + [FLAG] * FLAGS
-        priors += prior[:wide]
-    return list(members), starts, np.hstack(blocks), np.array(priors)
-
-
-def fit_correction(
-    settings: Sequence[Setting], load: FloatArray, log_ratios: FloatArray, weights: FloatArray, noise: float
-) -> Correction:
-    """The effects that explain log ratios of measured by physical time.
-
-    Shapes:  load [runs, columns of `basis`]; log_ratios and weights [runs]; noise is the standard deviation
-             of a run of weight 1 about its effects.
-    """
-    keys, starts, matrix, priors = columns(settings, load)
+        starts.append(starts[-1] + width)
+    matrix = np.hstack(blocks)
     weighted = matrix * weights[:, None]
-    normal = weighted.T @ matrix + np.diag((noise / priors) ** 2)
-    found = np.linalg.solve(normal, weighted.T @ log_ratios)
-    return Correction(
-        effects={
-            key: tuple(found[start:end].tolist())
-            for key, (start, end) in zip(keys, pairwise(starts), strict=True)
-        }
+    return Regression(
+        keys=list(members), starts=starts, normal=weighted.T @ matrix, right=weighted.T @ log_ratios
     )

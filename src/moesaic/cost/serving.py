@@ -41,6 +41,7 @@ class Interference:
     prefill_in_decode: float = 1.0  # of what the others' prompts add to the steps that they share
     queue_share: float = 0.0  # prompts before one's own: queue_share * (batch ** queue_power - 1)
     queue_power: float = 1.0
+    backlog: float = 0.0  # and this often the batch times the share of time that prompts take, beside it
     first_s: float = 0.0  # fixed part of the first token
     eager: float = 0.0  # a prompt's kernels are launched one by one: this often a step's launches
     first_steps: float = 0.0  # decode steps waited for
@@ -84,8 +85,13 @@ def phases(
     decode_s, prefill_s = (step_seconds(cost).value for cost in steps)
     prefill_s = prefill_s - profile.step_s  # its host work is in `Interference.first_s`
     own = interference
-    tpot_s = decode_s + (active - 1) / output * prefill_beside_decode(steps[1], active, own)
+    added_s = prefill_beside_decode(steps[1], active, own)
+    tpot_s = decode_s + (active - 1) / output * added_s
+    # The share of time that prompts take, and what waits behind it: of one prompt beside decoding, as timed alone.
+    alone_s = _beside(steps[1], active, slice(None))
+    busy = np.minimum(active * alone_s / (output * tpot_s), 1.0)
     ttft_s = prefill_s * (1 + own.queue_share * (active**own.queue_power - 1)) + own.first_steps * decode_s
+    ttft_s = ttft_s + own.backlog * active * busy * alone_s
     ttft_s = ttft_s + own.first_s + own.eager * launched_s(steps[1])
     ttft_s = ttft_s + own.slot_share * (batch / active - 1) * output * tpot_s
     return Phases(

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from moesaic.cost.calibrated import DATA, HELD_OUT, load_of, predict, setting_of, shipped
-from moesaic.cost.correction import LIMIT, Correction, Setting, basis, fit_correction, model_key
+from moesaic.cost.correction import (
+    LIMIT,
+    Correction,
+    Priors,
+    Setting,
+    basis,
+    middle_load,
+    model_key,
+    regression,
+)
 from moesaic.cost.layouts import Split
 from moesaic.cost.ops import Formats
 from moesaic.cost.serving import Traffic
@@ -25,6 +34,10 @@ def model(name: str):
 
 def setting(model: str, machine: str = "h200", backend: str = "vllm") -> Setting:
     return Setting(backend=backend, model=model, format="fp8", generation="older", machine=machine)
+
+
+def fit_correction(settings, load, ratios, weights, noise, priors=Priors()) -> Correction:  # noqa: B008
+    return regression(settings, load, ratios, weights).under(priors, noise)
 
 
 def synthetic(seed: int = 0) -> tuple[list[Setting], np.ndarray, np.ndarray]:
@@ -87,6 +100,23 @@ def test_few_runs_say_little() -> None:
 
     assert 0 < learnt(1) < 0.75 * 0.5
     assert learnt(1) < learnt(2) < learnt(20) < 0.5
+
+
+def test_tight_priors_let_less_through() -> None:
+    settings, load, ratios = synthetic()
+    reach = []
+    for size in (0.25, 0.5, 1.0):
+        priors = Priors(offsets=size, slopes=size)
+        found = fit_correction(settings, load, ratios, np.ones(len(ratios)), 0.6, priors)
+        reach.append(float(np.mean([np.abs(found.log_ratio(one, load)).mean() for one in set(settings)])))
+    assert reach == sorted(reach)
+    assert reach[0] < 0.8 * reach[-1]
+
+
+def test_the_middle_of_the_load_leaves_offsets_alone() -> None:
+    line = middle_load(prompt=2048.0, output=1024.0)
+    assert line[0, :5] == pytest.approx([1, 0, 0, 0, 0])
+    assert not line[0, -2:].any()  # experts not spread, attention not replicated
 
 
 def test_no_correction_is_far_from_the_physics() -> None:

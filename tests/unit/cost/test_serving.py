@@ -36,6 +36,13 @@ def test_sequences_beyond_the_memory_for_kv_wait_for_a_slot() -> None:
     assert seen(2 * fits, fp8).ttft_s == pytest.approx(full.ttft_s)
 
 
+def test_more_requests_wait_where_prompts_take_more_of_the_time() -> None:
+    formats = Formats(dense="fp8", experts="fp8")
+    few, many = (seen(b, formats, backlog=1.0).ttft_s - seen(b, formats).ttft_s for b in (8.0, 16.0))
+    assert many > 2.2 * few  # twice the requests, and each finds a prompt at work more often
+    assert seen(16.0, formats, backlog=1.0).tpot_s == seen(16.0, formats).tpot_s
+
+
 def test_a_prompt_pays_its_launches_one_by_one() -> None:
     formats = Formats(dense="fp8", experts="fp8")
     more = seen(4.0, formats, eager=3.0).ttft_s - seen(4.0, formats).ttft_s
