@@ -58,6 +58,7 @@ class Accuracy:
     dropped: Mapping[str, int]
     moe: Mapping[str, Errors]
     dense: Mapping[str, Errors]
+    decoders: Mapping[str, Errors]  # sparse models in pools that only decode; in no other figure
     ours_shared: Mapping[str, Errors]  # on the rows that the peer predicts too, sparse models only
     peer: Mapping[str, Errors]
     slices: Mapping[str, Mapping[str, Mapping[str, Errors]]]  # dimension -> value -> target
@@ -66,7 +67,7 @@ class Accuracy:
         """Plain values for `json.dumps`."""
         return {
             "n": self.num_rows, "dropped": dict(self.dropped), **_plain(self.moe),
-            "dense": _plain(self.dense),
+            "dense": _plain(self.dense), "decoders": _plain(self.decoders),
             "peer": _plain(self.peer) if self.peer else None,
             "shared": _plain(self.ours_shared) if self.ours_shared else None,
             "slices": {
@@ -123,7 +124,8 @@ def accuracy(rows_path: Path, peer_path: Path | None = None) -> Accuracy:
     Raises: ConfigError when a file cannot be read, lacks columns, or leaves no usable row.
     """
     table = read_perf_rows(rows_path)
-    found = _predicted(table)
+    found = _predicted(table.rows)
+    found.pop("decode")
     sparse = np.array([bool(spec_of(row.model).moe_layers) for row in table.rows])
     groups = np.array([group_of(row) for row in table.rows])
     shared: dict[str, Errors] = {}
@@ -139,21 +141,27 @@ def accuracy(rows_path: Path, peer_path: Path | None = None) -> Accuracy:
     return Accuracy(
         num_rows=len(table.rows), num_aggregated=table.num_aggregated, dropped=table.dropped,
         moe=_both(found, sparse, groups), dense=_both(found, ~sparse, groups), ours_shared=shared, peer=peer,
-        slices=_slices(table, found, sparse, groups),
+        decoders=_decoders(table.decoders), slices=_slices(table, found, sparse, groups),
     )  # fmt: skip
 
 
-def _predicted(table: PerfTable) -> dict[str, tuple[FloatArray, ...]]:
-    """By target: measured, value, low, high of every row."""
-    rows = table.rows
-    found = {target: np.zeros((4, len(rows))) for target in ("tpot", "ttft")}
+def _decoders(rows: Sequence[PerfRow]) -> dict[str, Errors]:
+    """Errors of the time per token of pools that only decode."""
+    sparse = np.array([bool(spec_of(row.model).moe_layers) for row in rows], dtype=bool)
+    groups = np.array([group_of(row) for row in rows])
+    return _both({"tpot": _predicted(rows)["decode"]}, sparse, groups)
+
+
+def _predicted(rows: Sequence[PerfRow]) -> dict[str, tuple[FloatArray, ...]]:
+    """By target: measured, value, low, high of every row; "decode" is time per token without prompts."""
+    found = {target: np.zeros((4, len(rows))) for target in ("tpot", "ttft", "decode")}
     for ids, case in cases_of(rows):
         one = predict(
             case.model, case.cluster, case.split, case.traffic, backend=case.backend, formats=case.formats,
             calibration=shipped(without=case.group),
         )  # fmt: skip
-        for target, interval in (("tpot", one.tpot_s), ("ttft", one.ttft_s)):
-            measured = [getattr(rows[idx], f"{target}_s") for idx in ids]
+        for target, interval in (("tpot", one.tpot_s), ("ttft", one.ttft_s), ("decode", one.decode_s)):
+            measured = [rows[idx].ttft_s if target == "ttft" else rows[idx].tpot_s for idx in ids]
             found[target][:, ids] = measured, interval.value, interval.low, interval.high
     return {target: tuple(values) for target, values in found.items()}
 

@@ -69,6 +69,7 @@ class PerfTable:
     """Usable rows, and how many others there were by reason."""
 
     rows: tuple[PerfRow, ...]
+    decoders: tuple[PerfRow, ...]  # pools that only decode, beside others that prefill
     num_aggregated: int  # rows of one engine for both phases, usable or not
     dropped: Mapping[str, int]
 
@@ -81,21 +82,31 @@ def read_perf_rows(path: Path) -> PerfTable:
     lines = read_csv(path, COLUMNS)
     dropped: Counter[str] = Counter()
     rows: list[PerfRow] = []
+    decoders: list[PerfRow] = []
     num_aggregated = 0
     for line in lines:
         is_aggregated = line["mode"] in ("agg", "")
         num_aggregated += is_aggregated
-        found = _read_row(line) if is_aggregated else "disaggregated: prefill and decode are separate pools"
+        found = _read_row(line if is_aggregated else _decoder(line))
         if isinstance(found, str):
-            dropped[found] += 1
+            dropped[found if is_aggregated else f"disaggregated: {found}"] += 1
         else:
-            rows.append(found)
+            (rows if is_aggregated else decoders).append(found)
     if not rows:
         reasons = (
             "; ".join(f"{reason}: {count}" for reason, count in dropped.most_common()) or "it has no rows"
         )
         raise ConfigError(f"{path}: no usable row ({reasons})")
-    return PerfTable(rows=tuple(rows), num_aggregated=num_aggregated, dropped=dict(dropped.most_common()))
+    return PerfTable(
+        rows=tuple(rows), decoders=tuple(decoders), num_aggregated=num_aggregated,
+        dropped=dict(dropped.most_common()),
+    )  # fmt: skip
+
+
+def _decoder(line: Mapping[str, str]) -> dict[str, str]:
+    """A row of separate pools as one of the pool that decodes; empty where the row does not say."""
+    names = ("batch_size", "tp_size", "pp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
+    return {**line, **{name: line.get(f"decode_{name}", "") for name in names}}
 
 
 def read_csv(path: Path, columns: Iterable[str]) -> list[dict[str, str]]:

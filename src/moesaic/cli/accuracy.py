@@ -85,6 +85,8 @@ def _how() -> list[str]:
     found = stricter_errors()
     titles = {
         "physics": "the same groups left out, without the correction",
+        "engine": "the same groups left out, by one who does not know the engine",
+        "plan": "the same, as `moesaic plan` says it",
         "model": "every row of the model left out, on all GPUs",
         "gpu": "every row of the GPU left out, for all models",
     }
@@ -95,10 +97,21 @@ def _how() -> list[str]:
         "of peaks, launch times, queueing: `cost/serving.py`), then multiplies by a correction: effects of",
         "backend, model, weight format and load, shrunk towards none (`cost/correction.py`). So a model that",
         "was measured on one GPU is corrected on another; of a new model only the effects of its backend and",
-        "format are known, and its interval is wider. The search of `moesaic plan` uses the fitted numbers",
-        "without the correction. Every fit starts from the same values and sees none of what it leaves out.",
-        "Priors and weights are the same for all fits, set by hand among a dozen variants that differ by up",
-        "to three points of median error; the interval of a group comes from the errors of the others.",
+        "format are known, and its interval is wider. `moesaic plan` takes of the correction what holds for",
+        "every layout, for the mean of the engines ([planner](planner.md#how-wrong-it-is)).",
+        "",
+        "Every fit starts from the same values and sees none of what it leaves out. How strongly effects",
+        "are shrunk is chosen inside of what a fit may see (nested cross-validation, the most shrunk choice",
+        "within a standard error of the best); the figures above are of such fits. By hand are set, the",
+        "same for all fits: the form of the physics, the stiffness of its numbers, what counts as an",
+        "outlier (chosen as well, TTFT comes out at 24.0 % and 78.6 %, and 21.1 % and 74.7 % on the shared",
+        "rows), and how far the interval is short of 80 % to stay narrow. The interval of a group comes",
+        "from the errors of the others. For the rows by model and by GPU below, what is left out was left",
+        "out of the errors that choose, not of all fits behind them.",
+        "",
+        "Pools that only decode are predicted by the step without prompts, and are in no other figure. No",
+        "fit saw such a row. Their times to the first token, which wait for the other pool, are not",
+        "predicted.",
         "",
         "| mixture-of-experts rows | TPOT median | 90 % | TTFT median | 90 % |",
         "|---|--:|--:|--:|--:|",
@@ -121,6 +134,7 @@ def _parts(found: Accuracy) -> list[tuple[str, Mapping[str, Errors]]]:
     if found.peer:
         parts.append(("shared rows, ours", found.ours_shared))
         parts.append(("shared rows, the other planner", found.peer))
+    parts.append(("mixture-of-experts models, pools that only decode", found.decoders))
     return [(title, errors) for title, errors in parts if errors]
 
 
