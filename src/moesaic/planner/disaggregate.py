@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from moesaic.cost.ops import Work
-from moesaic.cost.term import Cost, FloatArray, at, step_seconds
+from moesaic.cost.term import Cost, FloatArray, Repeat, at, step_seconds
 from moesaic.cost.two_sided import Sides, TwoSides, two_sided_memory, two_sided_step
 from moesaic.planner.demand import Demand
 from moesaic.planner.plan import Pool
@@ -196,11 +196,12 @@ def _step(
         profiles=(pricers[0].profile, pricers[1].profile),
     )  # fmt: skip
     per_batch = np.asarray(batch, np.float64) / grid.num_micro_batches
-    return two_sided_step(
+    cost = two_sided_step(
         pricers[0].model, sides, grid,
         Work(num_seqs=per_batch, new_tokens=1.0, past=demand.mean_context),
         formats=choice.formats, shares=pricers[0].shares,
     )  # fmt: skip
+    return Repeat(pricers[0].level(choice.formats, demand, "decode"), cost)
 
 
 def _largest_batch(

@@ -184,7 +184,7 @@ def _residency(pricer: Pricer, one: Block) -> Residency | None:
 def decode_tree(pricer: Pricer, rows: Rows, idx: int, demand: Demand) -> Cost:
     """The decode step of one row."""
     block = rows.blocks[rows.block_idx[idx]].take(np.array([rows.row[idx]]))
-    return at(pricer.cost(block, rows.batch[idx : idx + 1], 1.0, demand.mean_context), 0)
+    return at(pricer.decode_cost(block, rows.batch[idx : idx + 1], demand, rows.role), 0)
 
 
 def prefill_tree(pricer: Pricer, rows: Rows, idx: int, demand: Demand, prompts: float) -> Cost:

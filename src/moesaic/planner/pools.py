@@ -108,7 +108,10 @@ def serve_rows(pricer: Pricer, blocks: Sequence[Block], demand: Demand, refused:
             ("first", whole, demand.traffic), partial(_first_prompts, pricer, block, demand)
         )
         count = np.floor(pricer.cluster.num_devices / block.devices)
-        times = _Times(pricer=pricer, block=block, demand=demand, count=count, tree=tree, first=first)
+        level = pricer.level_of(whole, demand, "serve")
+        times = _Times(
+            pricer=pricer, block=block, demand=demand, count=count, tree=tree, first=first, level=level
+        )
         batch, tpot_s = _batches(
             block, most, times.tpot, demand, count, refused,
             times.tpot if demand.ttft_s is None else times.late,
@@ -157,6 +160,7 @@ def prefill_rows(
     found = []
     for block_idx, block in enumerate(blocks):
         unit = block.columns["pp"]
+        level = pricer.level_of(block, demand, "prefill")
         hand_over = pricer.first_token_s(pricer.hand_over_s(block, demand, is_far), 0.0)
         batch, ttft_s, rate = (np.zeros(len(block)) for _ in range(3))
         many = 1
@@ -169,7 +173,7 @@ def prefill_rows(
                 refused.add("memory", block, ~fits, used / pricer.usable_bytes, _memory_text(pricer), used)
                 is_fast = _keeps_ttft(block, step_s + hand_over, fits, demand, refused)
             better = fits & (step_s + hand_over <= (demand.ttft_s or MAX_SECONDS))
-            faster = prompts * block.columns["dp"] / step_s
+            faster = prompts * block.columns["dp"] / (step_s * level)
             better &= (faster > rate) if demand.objective != "latency" or many == 1 else False
             batch, rate = np.where(better, prompts, batch), np.where(better, faster, rate)
             ttft_s = np.where(better, step_s + hand_over, ttft_s)
@@ -184,7 +188,8 @@ def prefill_rows(
 class _Times:
     """Times of instances that do both, by (rows of the block, batch).
 
-    Shapes:  count and first are [n], tree is over [n]: a prompt a stage, and its seconds.
+    Shapes:  count and first are [n], tree is over [n]: a prompt a stage, and its seconds; `level` is how much
+             longer tokens were measured to take, which waited for prompts too.
     """
 
     pricer: Pricer
@@ -193,6 +198,7 @@ class _Times:
     count: FloatArray
     tree: Cost
     first: FloatArray
+    level: float
 
     def prompts(self, rows: np.ndarray, batch: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Seconds of a request's own prompt, and of those of the others in flight on its replica."""
@@ -201,11 +207,14 @@ class _Times:
         busy = np.minimum(part.columns["pp"], np.maximum(in_flight, 1.0))  # stages with a prompt
         beside = prefill_beside_decode(self.tree, np.maximum(in_flight, 1.0), own, rows) / busy
         one_s = np.where(in_flight > 1, beside, self.first[rows] / busy)  # alone it shares no step
+        one_s = one_s * self.level
         return one_s, one_s * np.maximum(in_flight - 1.0, 0.0)
 
     def step(self, rows: np.ndarray, batch: FloatArray) -> FloatArray:
         """Seconds of a decode step."""
-        return np.asarray(self.pricer.decode_interval(self.block.take(rows), batch, self.demand).value)
+        return np.asarray(
+            self.pricer.decode_interval(self.block.take(rows), batch, self.demand, "serve").value
+        )
 
     def tpot(self, rows: np.ndarray, batch: FloatArray) -> FloatArray:
         """Seconds per token: a step, and the neighbours' prompts spread over an answer's."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from moesaic.cost.calibrated import shipped
+from moesaic.cost.calibrated import Calibration, shipped
 from moesaic.cost.comm import link_rate, network_rate
+from moesaic.cost.correction import middle_load
 from moesaic.cost.host import interference_on, profile_on
 from moesaic.cost.layouts import Split, cache_bytes_per_sequence, memory_per_rank, step_cost
 from moesaic.cost.load import ExpertShares
-from moesaic.cost.ops import Work
+from moesaic.cost.ops import Formats, Work
 from moesaic.cost.profile import Profile
 from moesaic.cost.serving import Interference, launched_s
-from moesaic.cost.term import Cost, FloatArray, Interval, step_seconds
+from moesaic.cost.term import Cost, FloatArray, Interval, Repeat, step_seconds
 from moesaic.planner.demand import Demand
 from moesaic.planner.space import Block
 from moesaic.spec.hardware import Cluster
@@ -49,6 +50,7 @@ class Pricer:
     interference: Interference = field(default_factory=Interference)
     ttft_bounds: tuple[float, float] = (1.0, 1.0)
     launched_s: float = 0.0  # launches of a step, which no layout changes
+    calibration: Calibration | None = None  # corrects times by what was measured; None: they are as priced
     counted: list[int] = field(default_factory=lambda: [0])  # candidates priced so far
     kept: dict[Hashable, Any] = field(default_factory=dict)  # what questions that differ in objectives share
 
@@ -68,9 +70,16 @@ class Pricer:
             profile=self.profile, formats=block.choice.formats, shares=self.shares,
         )  # fmt: skip
 
-    def decode_interval(self, block: Block, batch: FloatArray, demand: Demand) -> Interval:
+    def decode_cost(self, block: Block, batch: FloatArray, demand: Demand, role: PoolRole) -> Cost:
+        """A decode step, as much longer or shorter as measured ones are."""
+        cost = self.cost(block, batch, 1.0, demand.mean_context)
+        return Repeat(self.level_of(block, demand, role), cost)
+
+    def decode_interval(
+        self, block: Block, batch: FloatArray, demand: Demand, role: PoolRole = "decode"
+    ) -> Interval:
         """Seconds of a decode step."""
-        return step_seconds(self.cost(block, batch, 1.0, demand.mean_context))
+        return step_seconds(self.decode_cost(block, batch, demand, role))
 
     def prefill_cost(self, block: Block, prompts: FloatArray, demand: Demand) -> Cost:
         """A prefill step of whole prompts."""
@@ -79,6 +88,26 @@ class Pricer:
     def prefill_interval(self, block: Block, prompts: FloatArray, demand: Demand) -> Interval:
         """Its seconds."""
         return step_seconds(self.prefill_cost(block, prompts, demand))
+
+    def level_of(self, block: Block, demand: Demand, role: PoolRole) -> float:
+        """`level`, where what was measured can say it: not of experts in host memory."""
+        return 1.0 if "num_offloaded" in block.columns else self.level(block.choice.formats, demand, role)
+
+    def level(self, formats: Formats, demand: Demand, role: PoolRole) -> float:
+        """How much longer tokens were measured to take than they are priced: one factor for all layouts.
+
+        What was measured is of few layouts, all within a node or rack, so layouts and batches are compared by
+        their prices alone. What only decodes has no prompts between its steps, as with the shortest prompts.
+        """
+        if self.calibration is None:
+            return 1.0
+        fitted, prompt = self.calibration, 1.0 if role == "decode" else float(demand.new_tokens)
+
+        def found() -> float:
+            load = middle_load(prompt=prompt, output=demand.osl)
+            return float(np.exp(fitted.log_ratios("tpot", self.model, self.cluster, formats, load)[0]))
+
+        return self.once(("level", formats, prompt, demand.osl), found)
 
     def memory(
         self, block: Block, batch: FloatArray, role: PoolRole, demand: Demand
@@ -137,13 +166,16 @@ def pricer_of(model: ModelSpec, cluster: Cluster, profile: str, shares: ExpertSh
     found = profile_on(profile, cluster)
     if profile == "paper":
         return Pricer(model=model, cluster=cluster, profile=found, shares=shares)
+    fitted, formats = shipped(), Formats()
     one = step_cost(
         model, cluster, Split(), Work(num_seqs=1.0, new_tokens=1.0, past=0.0), profile=found, shares=shares
     )
+    low, high = fitted.factors("tpot", model, cluster, formats, sort="plan")
     return Pricer(
-        model=model, cluster=cluster, profile=found, shares=shares, interference=interference_on(cluster),
-        launched_s=float(launched_s(one)),
-        ttft_bounds=shipped().bounds["ttft"]["physics"],
+        model=model, cluster=cluster, profile=replace(found, low=low, high=high), shares=shares,
+        interference=interference_on(cluster), launched_s=float(launched_s(one)),
+        ttft_bounds=fitted.factors("ttft", model, cluster, formats, sort="plan"),
+        calibration=fitted if cluster.machine.operator_s is None else None,  # no engine on processors was fitted
     )  # fmt: skip
 
 

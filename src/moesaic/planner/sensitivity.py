@@ -9,11 +9,11 @@ import numpy as np
 
 from moesaic.cost.load import ExpertShares, placed_shares
 from moesaic.cost.ops import Work
-from moesaic.cost.term import Cost, FloatArray, at, step_seconds
+from moesaic.cost.term import Cost, FloatArray, Repeat, at, step_seconds
 from moesaic.cost.two_sided import Sides, TwoSides, two_sided_step
 from moesaic.planner.load_file import skewed
 from moesaic.planner.plan import Plan, Pool
-from moesaic.planner.price import Pricer
+from moesaic.planner.price import PoolRole, Pricer
 from moesaic.planner.search import Question
 from moesaic.planner.space import COLUMNS, Block
 from moesaic.spec.hardware import Cluster, Fact
@@ -88,20 +88,22 @@ def _decode(pools: Sequence[Pool], clusters: Sequence[Cluster], question: Questi
     if pool.role != "attention":
         block = _block(pool)
         pricer = _pricer(clusters[0], question)
-        return at(pricer.cost(block, np.array([float(pool.batch)]), 1.0, demand.mean_context), 0)
+        role: PoolRole = "serve" if pool.role == "serve" else "decode"
+        return at(pricer.decode_cost(block, np.array([float(pool.batch)]), demand, role), 0)
     theirs = pools[1].layout
     grid = TwoSides(
         num_attention=pool.layout["dp"], tp=pool.layout["tp"], ep=theirs["ep"], expert_tp=theirs["expert_tp"],
         num_redundant=theirs["num_redundant"], num_micro_batches=theirs["num_micro_batches"],
     )  # fmt: skip
+    pricers = _pricer(clusters[0], question), _pricer(clusters[1], question)
     sides = Sides(
-        attention=clusters[0], experts=clusters[1],
-        profiles=(_pricer(clusters[0], question).profile, _pricer(clusters[1], question).profile),
-    )  # fmt: skip
+        attention=clusters[0], experts=clusters[1], profiles=(pricers[0].profile, pricers[1].profile)
+    )
     work = Work(num_seqs=pool.batch / theirs["num_micro_batches"], new_tokens=1.0, past=demand.mean_context)
-    return two_sided_step(
+    cost = two_sided_step(
         question.model, sides, grid, work, formats=pool.choice.formats, shares=question.shares
     )
+    return Repeat(pricers[0].level(pool.choice.formats, demand, "decode"), cost)
 
 
 def _pricer(cluster: Cluster, question: Question) -> Pricer:
