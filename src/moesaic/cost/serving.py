@@ -87,7 +87,7 @@ def phases(
     own = interference
     added_s = prefill_beside_decode(steps[1], active, own)
     tpot_s = decode_s + (active - 1) / output * added_s
-    # The share of time that prompts take, and what waits behind it: of one prompt beside decoding, as timed alone.
+    # The share of time that prompts take, each as long as beside decoding alone.
     alone_s = _beside(steps[1], active, slice(None))
     busy = np.minimum(active * alone_s / (output * tpot_s), 1.0)
     ttft_s = prefill_s * (1 + own.queue_share * (active**own.queue_power - 1)) + own.first_steps * decode_s
