@@ -377,7 +377,7 @@ def test_load_of_ranks_covers_every_layout():
 
 def test_the_page_tells_the_intervals_and_shows_a_load(tmp_path):
     page = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
-    (low, high), (first_low, first_high) = (shipped().bounds[one]["physics"] for one in ("tpot", "ttft"))
+    (low, high), (first_low, first_high) = (shipped().bounds[one]["plan"] for one in ("tpot", "ttft"))
     assert f"TPOT x {low:.2f} to x {high:.2f}, TTFT x {first_low:.2f} to x {first_high:.2f}" in page
     (shown,) = re.findall(r"^\{\"logical_count.*\}$", page, re.MULTILINE)
     path = tmp_path / "load.json"
