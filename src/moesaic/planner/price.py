@@ -175,7 +175,7 @@ def pricer_of(model: ModelSpec, cluster: Cluster, profile: str, shares: ExpertSh
         model=model, cluster=cluster, profile=replace(found, low=low, high=high), shares=shares,
         interference=interference_on(cluster), launched_s=float(launched_s(one)),
         ttft_bounds=fitted.factors("ttft", model, cluster, formats, sort="plan"),
-        calibration=fitted if cluster.machine.operator_s is None else None,  # no engine on processors was fitted
+        calibration=None if cluster.machine.operator_s is not None else fitted,  # of GPUs alone
     )  # fmt: skip
 
 
