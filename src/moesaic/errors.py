@@ -73,6 +73,10 @@ class KernelUnavailable(MoesaicError):
     """An op cannot run on the backend asked for; nothing else was run in its place."""
 
 
+class KernelTimeout(MoesaicError):
+    """A native call did not end in time; its ops take no further calls."""
+
+
 class PeerLost(MoesaicError):
     """A rank stopped answering. `stage` is send, experts or collect."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moesaic.errors import ConfigError
 from moesaic.kernels.formats import Packed, pack
 from moesaic.spec.numerics import Format
 from moesaic.spec.quantised import PANEL_ROWS, QUANTISED, SCALE_BYTES, Quantised
@@ -75,6 +76,21 @@ class PanelWeight:
 
 Weight = Tensor | PanelWeight
 """A weight [F, D] as a matmul takes it."""
+
+
+def check_shards(weight_DF: Weight, num_shards: int) -> None:
+    """Refuse a row-parallel matmul whose leaves would not be whole.
+
+    Raises: ConfigError with the arithmetic.
+    """
+    width = weight_DF.shape[1]
+    if isinstance(weight_DF, PanelWeight):
+        weight_DF.kind.check_shards(width, num_shards)
+    elif width % num_shards:
+        raise ConfigError(
+            f"numerics.matmul_shards = {num_shards} does not divide an inner width of {width}; "
+            "ask for fewer shards"
+        )
 
 
 def pack_panels(

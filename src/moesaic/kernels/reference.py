@@ -14,7 +14,7 @@ from moesaic.kernels.integer_matmul import integer_linear
 from moesaic.kernels.invariance import InvarianceProof, ProofTable
 from moesaic.kernels.kv_view import KvView
 from moesaic.kernels.matmul import TiledMatmul
-from moesaic.kernels.panel import PanelWeight, Weight
+from moesaic.kernels.panel import PanelWeight, Weight, check_shards
 from moesaic.kernels.row_sum import RowSum
 from moesaic.kernels.state_view import StateView
 from moesaic.spec.model import Activation
@@ -242,14 +242,8 @@ class ReferenceOps:
         return y_TF.to(out or self._seam)
 
     def _shards_of(self, weight_DF: Weight) -> int:
-        num_shards, width = self.numerics.matmul_shards, weight_DF.shape[1]
-        if isinstance(weight_DF, PanelWeight):
-            weight_DF.kind.check_shards(width, num_shards)
-        elif width % num_shards:
-            raise ConfigError(
-                f"numerics.matmul_shards = {num_shards} does not divide an inner width of {width}; "
-                "ask for fewer shards"
-            )
+        num_shards = self.numerics.matmul_shards
+        check_shards(weight_DF, num_shards)
         return num_shards
 
     def _biased(self, y_TF: Tensor, bias_F: Tensor | None) -> Tensor:

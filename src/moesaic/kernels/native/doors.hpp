@@ -7,6 +7,8 @@
 
 namespace moesaic {
 
+void bind_elementwise(nanobind::class_<Kernels>& kernels);
 void bind_matmul(nanobind::class_<Kernels>& kernels);
+void bind_moe(nanobind::module_& module, nanobind::class_<Kernels>& kernels);
 
 }  // namespace moesaic

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -15,23 +16,44 @@
 namespace moesaic {
 
 constexpr int64_t kTaskBytes = 64 * 1024;     // guess: weight bytes of a task; fits a second-level cache beside x
-constexpr int64_t kSmallScratch = 32 * 1024;  // floats of x that one thread widens faster than two
+constexpr int64_t kSmallScratch = 32 * 1024;  // numbers of x that one thread prepares faster than two
 
 std::vector<const LevelTable*> levels_here();
 int check_threads(int num_threads);
 
+// Memory that grows to the largest request and starts at a cache line.
+class Buffer {
+ public:
+  uint8_t* of(size_t num_bytes) {
+    if (bytes_.size() < num_bytes + kLine) bytes_.resize(num_bytes + kLine);
+    const uintptr_t start = reinterpret_cast<uintptr_t>(bytes_.data());
+    return bytes_.data() + (kLine - start % kLine) % kLine;
+  }
+
+ private:
+  static constexpr size_t kLine = 64;
+  std::vector<uint8_t> bytes_;
+};
+
+struct MoeRun;
+
 // One call at a time: its door holds `turn` from the first use of scratch to the last.
 class Kernels {
  public:
-  Kernels(const std::string& level, int num_threads) : team(check_threads(num_threads)) {
+  Kernels(const std::string& level, int num_threads)
+      : memory_(new Memory(check_threads(num_threads))), team(memory_->team) {
     for (const LevelTable* of_level : levels_here())
       if (of_level->name == level) table = of_level;
     if (table == nullptr) throw std::invalid_argument("level " + level + " is not on this machine");
   }
 
+  // What a thread that hangs may still use is never freed.
+  ~Kernels() {
+    if (team.is_broken()) memory_.release();
+  }
+
   float* scratch_of(size_t num_floats) {
-    if (scratch_.size() < num_floats) scratch_.resize(num_floats);
-    return scratch_.data();
+    return reinterpret_cast<float*>(memory_->scratch.of(num_floats * sizeof(float)));
   }
 
   // Columns or panels of a task: two tasks a thread, or less where their weights would not stay in a cache.
@@ -40,12 +62,22 @@ class Kernels {
     return std::max<int64_t>(1, std::min(fair, kTaskBytes / std::max<int64_t>(bytes_each, 1)));
   }
 
-  const LevelTable* table = nullptr;
-  std::mutex turn;
-  Team team;
+  MoeRun& moe_run() { return *memory_->moe; }
 
  private:
-  std::vector<float> scratch_;
+  struct Memory {
+    explicit Memory(int num_threads);
+    ~Memory();
+    Team team;
+    Buffer scratch;
+    std::unique_ptr<MoeRun> moe;
+  };
+  std::unique_ptr<Memory> memory_;
+
+ public:
+  const LevelTable* table = nullptr;
+  std::mutex turn;
+  Team& team;
 };
 
 }  // namespace moesaic

@@ -64,6 +64,13 @@ struct Level {
   static Vector multiply(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
   static Vector divide(Vector a, Vector b) { return _mm256_div_ps(a, b); }
   static Vector root(Vector a) { return _mm256_sqrt_ps(a); }
+  static Vector load_wide(const uint16_t* at) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+  static Vector if_less(Vector a, Vector b, Vector then, Vector otherwise) {
+    return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+  }
   // Of two numbers that cannot be compared, b.
   static Vector greater(Vector a, Vector b) { return _mm256_max_ps(a, b); }
   static Vector less(Vector a, Vector b) { return _mm256_min_ps(a, b); }
@@ -175,6 +182,15 @@ struct Level {
   static Vector root(Vector a) {
     for (float& lane : a.at) lane = __builtin_sqrtf(lane);
     return a;
+  }
+  static Vector load_wide(const uint16_t* from) {
+    Vector a;
+    for (int i = 0; i < kLanes; ++i) a.at[i] = widen(from[i]);
+    return a;
+  }
+  static Vector if_less(Vector a, Vector b, Vector then, Vector otherwise) {
+    for (int i = 0; i < kLanes; ++i) otherwise.at[i] = a.at[i] < b.at[i] ? then.at[i] : otherwise.at[i];
+    return otherwise;
   }
   static Vector greater(Vector a, Vector b) {
     for (int i = 0; i < kLanes; ++i) a.at[i] = a.at[i] > b.at[i] ? a.at[i] : b.at[i];

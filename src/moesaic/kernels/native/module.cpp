@@ -46,7 +46,9 @@ NB_MODULE(_native, m) {
   }, "Instruction levels that were built and that this machine has, slowest first.");
   nb::class_<Kernels> kernels(m, "Kernels");
   kernels.def(nb::init<const std::string&, int>(), nb::arg("level"), nb::arg("num_threads"));
+  moesaic::bind_elementwise(kernels);
   moesaic::bind_matmul(kernels);
+  moesaic::bind_moe(m, kernels);
   nb::class_<Reader>(m, "Reader")
       .def("__init__", [](Reader* self, uintptr_t address, int64_t num_bytes, int num_threads) {
         new (self) Reader(address, num_bytes, moesaic::check_threads(num_threads));

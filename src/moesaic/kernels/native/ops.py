@@ -1,4 +1,4 @@
-"""Matmuls over the native kernels; all other ops are those of the reference backend.
+"""Matmuls, elementwise functions and routed experts over the native kernels; other ops are the reference's.
 
 A weight is read once per call, whatever the number of rows, and rows are not padded: a result's tree is fixed
 by its width alone, so nothing of it has to be proved on the machine.
@@ -6,15 +6,17 @@ by its width alone, so nothing of it has to be proved on the machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from moesaic.kernels.invariance import InvarianceProof
-from moesaic.kernels.native import check_level, module
+from moesaic.kernels.native import check_level, elementwise, module
+from moesaic.kernels.native.moe import ExpertTensors, MoeCounts, MoeLayer
 from moesaic.kernels.panel import PanelWeight, Weight
 from moesaic.kernels.reference import ReferenceOps
+from moesaic.spec.model import Activation, MoeSpec
 from moesaic.spec.numerics import Numerics
 
 
@@ -36,6 +38,7 @@ class NativeOps(ReferenceOps):
         super().__init__(numerics, num_threads=num_threads)
         compiled = module()
         assert compiled is not None, "checked above"
+        self._compiled = compiled
         self._kernels = compiled.Kernels(level, num_threads)
 
     def linear(self, x_TD: Tensor, weight_FD: Weight, bias_F: Tensor | None = None) -> Tensor:
@@ -58,6 +61,47 @@ class NativeOps(ReferenceOps):
         """x @ weight.T (+ bias) as [B, V] float32, not rounded on the way."""
         y_BV = self._multiply(x_BD, weight_VD, out=torch.float32)
         return y_BV if bias_V is None else y_BV + bias_V
+
+    def activation(self, gate_TF: Tensor, up_TF: Tensor | None, kind: Activation) -> Tensor:
+        """act(gate) * up, or act(gate) where up is None, in the seam dtype."""
+        return elementwise.act(self._kernels, kind, gate_TF, up_TF, out=self._seam)
+
+    def swiglu_clamped(self, gate_TF: Tensor, up_TF: Tensor, *, limit: float | None, slope: float) -> Tensor:
+        """(up + 1) * gate * sigmoid(slope * gate), both clamped at `limit`, in the seam dtype."""
+        return elementwise.act(
+            self._kernels, "swiglu_clamped", gate_TF, up_TF, out=self._seam, limit=limit, slope=slope
+        )
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Logistic function in float32."""
+        return elementwise.act(self._kernels, "sigmoid", x, out=torch.float32)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) in float32."""
+        return elementwise.act(self._kernels, "softcap", x, out=torch.float32, limit=cap)
+
+    def softplus(self, x: Tensor) -> Tensor:
+        """log(1 + e^x) in float32."""
+        return elementwise.act(self._kernels, "softplus", x, out=torch.float32)
+
+    def softmax_float32(self, logits_TE: Tensor) -> Tensor:
+        """Softmax over the last dim in float32."""
+        return elementwise.softmax(self._kernels, logits_TE)
+
+    def moe_layer(
+        self, layer_idx: int, spec: MoeSpec, slots: Sequence[ExpertTensors], slot_of_expert: Sequence[int]
+    ) -> MoeLayer:
+        """The routed experts of a layer as one call.
+
+        Raises: ConfigError as `MoeLayer`.
+        """
+        return MoeLayer(self._compiled, self._kernels, self.numerics, layer_idx, spec, slots, slot_of_expert)
+
+    @property
+    def moe_counts(self) -> MoeCounts:
+        """Launches, jobs and weight bytes of all layers' calls so far."""
+        launches, jobs, weight_bytes = self._kernels.moe_counts()
+        return MoeCounts(launches=launches, jobs=jobs, weight_bytes=weight_bytes)
 
     def prove(
         self,

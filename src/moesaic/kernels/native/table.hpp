@@ -1,25 +1,26 @@
-// The kernels of one level, as the door calls them.
+// The kernels of one level, as the doors call them.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
+#include "elementwise.hpp"
 #include "linear.hpp"
-#include "packed.hpp"
+#include "moe.hpp"
 
 namespace moesaic {
 
-// A call first prepares its rows into scratch, then runs its columns; rows and columns may be split over threads.
 struct LevelTable {
   const char* name;
-  // Floats of scratch that `prepare` fills with x, widened and in the order in which the kernel reads it.
-  size_t (*scratch_floats)(const Linear&);
-  void (*prepare)(const Linear&, float* scratch, int64_t first_row, int64_t end_row);
-  void (*run)(const Linear&, const float* scratch, int64_t first_column, int64_t end_column);
-  // The same for packed weights: x is rounded to 8 bits, columns come in panels.
-  size_t (*packed_scratch_floats)(const PackedLinear&);
-  void (*quantise)(const PackedLinear&, float* scratch, int64_t first_row, int64_t end_row);
-  void (*run_packed)(const PackedLinear&, const float* scratch, int64_t first_panel, int64_t end_panel);
+  // Bytes of a row of x in the form in which it meets a weight.
+  size_t (*row_bytes)(const Matrix&);
+  // A call first prepares its rows into scratch, then runs its strips; rows and strips may be split over threads.
+  void (*prepare)(const Linear&, uint8_t* scratch, int64_t first_row, int64_t end_row);
+  void (*run)(const Linear&, const uint8_t* scratch, int64_t first_strip, int64_t end_strip);
+  void (*act_rows)(const Elementwise&, int64_t first_row, int64_t end_row);
+  void (*softmax_rows)(const Softmax&, int64_t first_row, int64_t end_row);
+  // The stages of a layer's routed experts.
+  void (*moe_rows)(const Moe&, int64_t first_row, int64_t end_row);
+  void (*moe_inner)(const Moe&, int64_t slot, int64_t first_column, int64_t end_column);
+  void (*moe_down)(const Moe&, int64_t slot, int64_t first_column, int64_t end_column);
+  void (*moe_combine)(const Moe&, int64_t first_token, int64_t end_token);
 };
 
 const LevelTable& portable_level();

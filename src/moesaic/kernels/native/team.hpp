@@ -3,13 +3,38 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
 namespace moesaic {
+
+using Clock = std::chrono::steady_clock;
+
+// Waits for others: at first by spinning, then by giving the core to whoever wants it, the one waited for too.
+class Patience {
+ public:
+  // Whether there is time left.
+  bool wait(Clock::time_point deadline) {
+    if (++num_waits_ < kSpins) {
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+      return true;
+    }
+    std::this_thread::yield();
+    return Clock::now() < deadline;
+  }
+
+  static constexpr int kSpins = 2000;  // guess: some 20 us, longer than the gap between two layers' calls
+
+ private:
+  int num_waits_ = 0;
+};
 
 class Team {
  public:
@@ -33,12 +58,20 @@ class Team {
 
   int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
 
-  // Returns when every task has ended. One call at a time; others wait for their turn.
+  // Returns when every task has ended. One call at a time; others wait for their turn. Tasks are taken in ascending
+  // order, so that a task may wait for those before it.
   void run(int64_t num_tasks, Task task, void* context) {
+    run_until(num_tasks, task, context, Clock::time_point::max());
+  }
+
+  // Whether every task ended in time. If not, some may still run, and use `context`: this team takes no other call,
+  // and neither may ever be freed.
+  bool run_until(int64_t num_tasks, Task task, void* context, Clock::time_point deadline) {
     std::lock_guard<std::mutex> turn(turn_);
+    check();
     if (threads_.empty() || num_tasks <= 1) {
       for (int64_t i = 0; i < num_tasks; ++i) task(context, i);
-      return;
+      return true;
     }
     Job job{task, context, static_cast<uint32_t>(num_tasks), 0};
     {
@@ -52,7 +85,21 @@ class Team {
     if (num_asleep_.load() > 0) wake_.notify_all();
     take_tasks(job);
     // All are taken; wait for those that others still work on.
-    while (num_done_.load() < job.num_tasks) pause_or_yield();
+    Patience patience;
+    while (num_done_.load() < job.num_tasks) {
+      if (patience.wait(deadline)) continue;
+      is_broken_.store(true);
+      return false;
+    }
+    return true;
+  }
+
+  bool is_broken() const { return is_broken_.load(); }
+  void break_off() { is_broken_.store(true); }
+
+  void check() const {
+    if (is_broken())
+      throw std::runtime_error("an earlier call of these kernels did not end in time, and its threads may still run");
   }
 
  private:
@@ -61,16 +108,6 @@ class Team {
     void* context = nullptr;
     uint32_t num_tasks = 0, epoch = 0;
   };
-
-  static constexpr int kSpins = 2000;  // guess: some 20 us, longer than the gap between two layers' calls
-
-  static void pause_or_yield() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#else
-    std::this_thread::yield();
-#endif
-  }
 
   // The counter holds the epoch too: whoever comes late finds another one and takes nothing.
   void take_tasks(const Job& job) {
@@ -86,7 +123,8 @@ class Team {
   void work() {
     uint32_t seen = 0;
     while (true) {
-      for (int spin = 0; spin < kSpins && epoch_.load() == seen; ++spin) pause_or_yield();
+      Patience patience;
+      for (int spin = 1; spin < Patience::kSpins && epoch_.load() == seen; ++spin) patience.wait(Clock::time_point::max());
       Job job;
       {
         std::unique_lock<std::mutex> lock(mutex_);
@@ -110,6 +148,7 @@ class Team {
   std::atomic<uint64_t> next_{0};   // epoch | first task that nobody took
   std::atomic<uint32_t> num_done_{0};
   std::atomic<int> num_asleep_{0};
+  std::atomic<bool> is_broken_{false};
 };
 
 }  // namespace moesaic

@@ -1,0 +1,60 @@
+// A weight as kernels read it, whatever its format.
+//
+// Rows of x meet it in a form of their own, one run of bytes a row:
+//
+//   float weights     float32, leaf by leaf, each padded with zeros to whole steps of the level; rows that meet
+//                     bfloat16 are rounded to it, and stand as (even, odd) vectors
+//   packed weights    bytes, then a scale for each block of 32, then the sum of each block's bytes
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace moesaic {
+
+enum class Kind : int { kFloat32 = 0, kBfloat16 = 1 };
+
+inline int64_t bytes_of(Kind kind) { return kind == Kind::kFloat32 ? 4 : 2; }
+
+constexpr int64_t kPanelRows = 16;
+constexpr int64_t kBlock = 32;  // numbers of x under one scale
+
+struct Matrix {
+  const void* data;
+  int64_t columns, width;  // of the result, and of a row
+  int64_t shards;          // leaves of each sum: a power of two that divides width, or blocks and groups of packed rows
+  Kind kind;               // of float weights
+  int64_t stride;          // of float weights: numbers from row to row
+  int64_t bits;            // of packed weights 8 or 4; 0: floats
+  int64_t group;           // of packed weights: numbers of a row under one scale, whole blocks
+  int64_t sections;        // of packed weights: equal parts of the columns, each of whole panels: gate and up
+  bool has_zeros;
+
+  static Matrix of_floats(const void* data, int64_t columns, int64_t width, int64_t shards, Kind kind,
+                          int64_t stride) {
+    return {data, columns, width, shards, kind, stride, 0, 0, 1, false};
+  }
+  static Matrix of_panels(const void* data, int64_t columns, int64_t width, int64_t shards, int64_t bits,
+                          int64_t group, int64_t sections, bool has_zeros) {
+    return {data, columns, width, shards, Kind::kFloat32, 0, bits, group, sections, has_zeros};
+  }
+
+  bool is_packed() const { return bits != 0; }
+  int64_t padded_width() const { return (width + kBlock - 1) / kBlock * kBlock; }
+  int64_t num_blocks() const { return padded_width() / kBlock; }
+  int64_t num_groups() const { return (width + group - 1) / group; }
+  int64_t section_columns() const { return columns / sections; }
+  int64_t section_panels() const { return (section_columns() + kPanelRows - 1) / kPanelRows; }
+  int64_t head_bytes() const { return kPanelRows * (has_zeros ? 3 : 2); }
+  int64_t block_bytes() const { return kBlock * kPanelRows * bits / 8; }
+  int64_t group_bytes() const { return head_bytes() + group / kBlock * block_bytes(); }
+  int64_t panel_bytes() const { return num_groups() * group_bytes(); }
+
+  // A strip is what is multiplied as a whole: a panel, or a row of floats.
+  int64_t num_strips() const { return is_packed() ? sections * section_panels() : columns; }
+  int64_t strip_bytes() const { return is_packed() ? panel_bytes() : width * bytes_of(kind); }
+  // Bytes that are read of all: those of packed weights are one run.
+  int64_t weight_bytes() const { return num_strips() * strip_bytes(); }
+};
+
+}  // namespace moesaic
