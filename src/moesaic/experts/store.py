@@ -70,6 +70,14 @@ class Arena:
         return self.data[start : start + self.layouts[logical_id].num_bytes]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SlotTable:
+    """What the slots of one layer on this rank hold, by slot. Never changed: another plan is another one."""
+
+    weights: tuple[ExpertWeights, ...]
+    logical_ids: tuple[int, ...]
+
+
 class ExpertLoader:
     """Fills the arenas of all MoE layers from tensors in any order, and turns into the store.
 
@@ -204,12 +212,16 @@ class ResidentStore(ExpertStore):
         self._tables = self._tables_of(plan)
         yield from ()
 
+    def table(self, layer_idx: int) -> SlotTable:
+        """What the slots of a layer hold under the plan last adopted; the same object as long as it holds."""
+        return self._tables[layer_idx]
+
     def waves(self, layer_idx: int, offsets_L1: Tensor) -> Iterator[Wave]:
         """One wave with every slot that has jobs; none when no slot has."""
         ranges = pairwise(offsets_L1.tolist())
         slots = tuple(slot for slot, (start, stop) in enumerate(ranges) if stop > start)
         if slots:
-            yield Wave(ready=DONE, slots=slots, table=self._tables[layer_idx], site="host")
+            yield Wave(ready=DONE, slots=slots, table=self._tables[layer_idx].weights, site="host")
 
     def prefetch(self, keys: Sequence[ExpertKey]) -> None:
         """Nothing to do: all is here."""
@@ -224,7 +236,7 @@ class ResidentStore(ExpertStore):
             raise ConfigError(f"rank {self._rank} holds no expert {key.logical_id} of layer {key.layer_idx}")
         return ExpertBlob.of(key, arena.layouts[key.logical_id].format, arena.blob(key.logical_id))
 
-    def _tables_of(self, plan: ExpertPlan) -> dict[int, tuple[ExpertWeights, ...]]:
+    def _tables_of(self, plan: ExpertPlan) -> dict[int, SlotTable]:
         slots = _slots_of_rank(plan, self._rank, tuple(self._arenas))
         lacking = {
             layer_idx: sorted(set(ids) - set(self._weights[layer_idx])) for layer_idx, ids in slots.items()
@@ -236,7 +248,10 @@ class ResidentStore(ExpertStore):
                 f"memory ({'; '.join(named[:_SHOWN])}); load them, or keep them where they are"
             )
         return {
-            layer_idx: tuple(self._weights[layer_idx][logical_id] for logical_id in ids)
+            layer_idx: SlotTable(
+                weights=tuple(self._weights[layer_idx][logical_id] for logical_id in ids),
+                logical_ids=tuple(ids),
+            )
             for layer_idx, ids in slots.items()
         }
 

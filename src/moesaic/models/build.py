@@ -14,12 +14,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moesaic.errors import UnsupportedModelError, nearest
-from moesaic.experts.contract import ExpertSide, TokenSide
+from moesaic.experts.contract import ExpertSide, RoutedExperts, TokenSide
 from moesaic.experts.ffn import LoopFfn
 from moesaic.experts.router import Router
 from moesaic.experts.store import ExpertLoader, ResidentStore, held_experts
 from moesaic.hashing import digest
 from moesaic.kernels.invariance import InvarianceProof
+from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.ops import Ops, choose, default_backend
 from moesaic.layers.attention import GqaAttention, PagedAttend
 from moesaic.layers.delta import GatedDelta
@@ -43,6 +44,7 @@ from moesaic.models.weights import (
     router_shapes,
     weight_bytes_of,
 )
+from moesaic.parallel.dispatch.fused import Fused
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
 from moesaic.spec.experts import ExpertPlan
@@ -329,10 +331,16 @@ class _Parts:
         return MoeBlock(
             moe_idx=self.num_moe - 1,
             router=self.router(ffn, self.weights.floats(layer_idx, "router")),
-            routed=Staged(tokens=self.dispatcher, experts=self.dispatcher, ffn=LoopFfn(ffn, store, self.ops)),
+            routed=self.routed(layer_idx, ffn, store),
             shared=None if ffn.shared is None else DenseBlock(ffn.shared, weights["shared"], self.ops),
             norms=self.branch_norms(layer_idx) if ffn.has_branch_norms else BranchNorms(),
         )
+
+    def routed(self, layer_idx: int, ffn: MoeSpec, store: ResidentStore) -> RoutedExperts:
+        """In one call where all experts are here and kernels can; else one by one, with the same bits."""
+        if isinstance(self.ops, NativeOps) and isinstance(self.dispatcher, Local):
+            return Fused(layer_idx, ffn, store, self.ops)
+        return Staged(tokens=self.dispatcher, experts=self.dispatcher, ffn=LoopFfn(ffn, store, self.ops))
 
     def branch_norms(self, layer_idx: int) -> BranchNorms:
         """The norms around the experts and around the network beside them."""
