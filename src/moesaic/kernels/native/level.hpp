@@ -93,6 +93,7 @@ struct Level {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
   }
   static Ints spread(int value) { return _mm256_set1_epi32(value); }
+  static Ints subtract(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
   static Ints subtract_product(Ints a, Ints b, int by) {
     return _mm256_sub_epi32(a, _mm256_mullo_epi32(b, _mm256_set1_epi32(by)));
   }
@@ -241,6 +242,10 @@ struct Level {
   static Ints spread(int value) {
     Ints a;
     for (int32_t& lane : a.at) lane = value;
+    return a;
+  }
+  static Ints subtract(Ints a, Ints b) {
+    for (int i = 0; i < kLanes; ++i) a.at[i] -= b.at[i];
     return a;
   }
   static Ints subtract_product(Ints a, Ints b, int by) {

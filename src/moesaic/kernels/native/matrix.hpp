@@ -4,7 +4,8 @@
 //
 //   float weights     float32, leaf by leaf, each padded with zeros to whole steps of the level; rows that meet
 //                     bfloat16 are rounded to it, and stand as (even, odd) vectors
-//   packed weights    bytes, then a scale for each block of 32, then the sum of each block's bytes
+//   packed weights    bytes, then a scale for each block of 32, then 8 times the sum of each block's bytes: what
+//                     numbers of 4 bits are too large by where they have no zero points
 #pragma once
 
 #include <cstddef>
@@ -18,6 +19,7 @@ inline int64_t bytes_of(Kind kind) { return kind == Kind::kFloat32 ? 4 : 2; }
 
 constexpr int64_t kPanelRows = 16;
 constexpr int64_t kBlock = 32;  // numbers of x under one scale
+constexpr int32_t kMiddle = 8;  // zero point of weights of 4 bits that store none
 
 struct Matrix {
   const void* data;
