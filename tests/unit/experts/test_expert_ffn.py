@@ -167,7 +167,8 @@ def test_one_expert_may_have_another_format() -> None:
 
 @pytest.mark.parametrize("format", ["int8", "int4-g32-zp"])
 def test_integer_experts_are_near_the_floats_alike_on_every_backend(format: Format) -> None:
-    spec, batch = moe_spec(4, has_bias=True), make_batch([4, 0, 3, 2])
+    # An activation without transcendental functions: theirs differ between torch and the native kernels.
+    spec, batch = moe_spec(4, has_bias=True, activation="relu"), make_batch([4, 0, 3, 2])
     exact = run(make_experts(spec, make_ops())[0], batch)
     found = []
     for backend in backends():
