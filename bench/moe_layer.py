@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -21,13 +22,18 @@ import torch
 
 from moesaic.audit.bench.report import describe_machine, describe_versions, load_average
 from moesaic.experts.blob import BlobLayout, pack_expert
+from moesaic.experts.contract import Routing, Tag
+from moesaic.experts.store import ExpertLoader
 from moesaic.kernels import native
-from moesaic.kernels.measure.memory import HUGE_BYTES, allocate, reader
+from moesaic.kernels.huge_pages import HUGE_BYTES
+from moesaic.kernels.measure.memory import allocate, reader
 from moesaic.kernels.native.moe import MoeLayer
 from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.ops import choose
+from moesaic.parallel.dispatch.fused import Fused
 from moesaic.spec.model import GateSpec, MoeSpec
 from moesaic.spec.numerics import preset
+from moesaic.steps import drive
 
 SHAPES = {  # experts, chosen, hidden, expert width
     "olmoe": (64, 8, 2048, 1024),
@@ -120,6 +126,34 @@ def measure(shape: str, format: str, batch: int, level: str, num_threads: int, n
     }
 
 
+def measure_python(level: str) -> float:
+    """Microseconds of a layer's forward at batch 1 beside the native call; the weights are tiny."""
+    spec = replace(spec_of("olmoe"), num_experts=8, expert_width=16, row_width=16)
+    numerics = preset("portable", dtype="bfloat16", backend=f"native/{level}")
+    ops = choose(numerics, num_threads=1)
+    assert isinstance(ops, NativeOps)
+    loader = ExpertLoader(((0, spec),), numerics.formats)
+    for part, place in BlobLayout.of(spec, "bfloat16").places.items():
+        loader.put_stack(0, part, torch.zeros((8, *place.shape)))
+    fused = Fused(0, spec, loader.finish(), ops)
+    tag = Tag(epoch=0, plan_version=0, step_id=0, micro_batch=0, chunk=0, layer_idx=0)
+    x, routing = (
+        torch.zeros((1, 16), dtype=torch.bfloat16),
+        Routing(experts_TK=torch.arange(8).unsqueeze(0), weights_TK=torch.ones(1, 8)),
+    )
+    y, experts, weights, layer = torch.empty_like(x), routing.experts_TK, routing.weights_TK, fused._layer
+    told = (x.data_ptr(), 16, experts.data_ptr(), 8, weights.data_ptr(), 8, y.data_ptr(), 1, 60.0)
+    whole, native_alone = [], []
+    for _ in range(5000):
+        start = time.perf_counter()
+        drive([fused.forward(x, routing, tag, None)], 1.0)
+        middle = time.perf_counter()
+        layer._kernels.moe(layer._native, *told)
+        whole.append(middle - start)
+        native_alone.append(time.perf_counter() - middle)
+    return 1e6 * (median(whole) - median(native_alone))
+
+
 def main() -> None:
     """Print a table, or JSON."""
     parser = argparse.ArgumentParser(
@@ -141,10 +175,13 @@ def main() -> None:
         for batch in args.batch or [1, 4, 16]
     ]
     machine, versions, load = describe_machine(), describe_versions(), load_average()
+    python_us = measure_python(args.level)
     if args.json:
-        json.dump({"machine": machine, "versions": versions, "load": load, "results": results}, sys.stdout)
+        told = {"machine": machine, "versions": versions, "load": load, "python_us": python_us}
+        json.dump(told | {"results": results}, sys.stdout)
         return
-    print(f"{machine}; {versions}; load {load}")
+    print(f"{machine}; {versions}; load {load:.1f}")
+    print(f"Python of a layer's forward at batch 1, its driver counted: {python_us:.1f} us")
     print("shape  format      batch  ms/layer (least)   GB/s of weights   GB/s read   share (best)")
     for one in results:
         print(
