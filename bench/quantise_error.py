@@ -1,7 +1,8 @@
-"""What rounding weights to each integer format costs: errors, bits per weight, and bits per byte of text.
+"""What rounding weights or KV to each format costs: errors, bits per number, and bits per byte of text.
 
 Weights are random (normal) and a checkpoint's own matrices; an error is the norm of the difference over the
-norm. A matmul's rows are normal, and rounded to int8 as they are in use. With --corpus the model's bits per
+norm. A matmul's rows are normal, and rounded to int8 as they are in use; so are keys and values, of which the
+errors are those of their rows and of attention over KV_TOKENS of them. With --corpus the model's bits per
 byte on held-out stories are added: the folder is that of `examples/train_demo`.
 """
 
@@ -21,16 +22,19 @@ from moesaic.audit.bench.report import describe_machine, describe_versions
 from moesaic.audit.probe import run_prompt
 from moesaic.kernels.formats import pack
 from moesaic.kernels.integer_matmul import integer_linear
+from moesaic.kernels.kv_format import POOL_DTYPES, pack_rows, unpack_rows
 from moesaic.kernels.panel import to_panels
 from moesaic.models.build import load
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.spec.locate import locate
+from moesaic.spec.numerics import KV_FORMATS, KvFormat, kv_row_bytes
 from moesaic.spec.quantised import QUANTISED
 from moesaic.text.tokenizer import Tokenizer
 
 RANDOM_SHAPE = (1024, 2048)
 NUM_ROWS = 32
 TEXT_TOKENS = 256
+KV_TOKENS, KV_WIDTH = 1024, 128
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -53,6 +57,22 @@ def errors_of(weights: list[Tensor], format: Any) -> dict[str, float]:
         "weight_error": sum(of_weight) / len(of_weight),
         "matmul_error": sum(of_matmul) / len(of_matmul),
         "bits_per_weight": num_bits / num_weights,
+    }
+
+
+def kv_errors(format: KvFormat) -> dict[str, float]:
+    """Mean errors of rows of keys and values and of attention over them, and bits per number."""
+    generator = torch.Generator().manual_seed(0)
+    q, keys, values = (torch.randn((KV_TOKENS, KV_WIDTH), generator=generator) for _ in range(3))
+
+    def attended(keys: Tensor, values: Tensor) -> Tensor:
+        return (q @ keys.T * KV_WIDTH**-0.5).softmax(dim=-1) @ values
+
+    rounded = [unpack_rows(pack_rows(rows, POOL_DTYPES[format])) for rows in (keys, values)]
+    return {
+        "row_error": (relative(rounded[0], keys) + relative(rounded[1], values)) / 2,
+        "attention_error": relative(attended(*rounded), attended(keys, values)),
+        "bits_per_number": 8 * kv_row_bytes(format, KV_WIDTH) / KV_WIDTH,
     }
 
 
@@ -79,10 +99,10 @@ def held_out(folder: Path, tokenizer: Tokenizer, num_texts: int) -> tuple[list[l
 
 
 def bits_per_byte(
-    folder: Path, format: Any, rows: list[list[int]], bytes_per_token: float, threads: int
+    folder: Path, rows: list[list[int]], bytes_per_token: float, threads: int, **formats: Any
 ) -> float:
-    """Of a model whose weights are rounded to `format`."""
-    model = load(folder, num_threads=threads, format=format)
+    """Of a model whose weights are rounded to `format`, or its keys and values to `kv_format`."""
+    model = load(folder, num_threads=threads, **formats)
     nats, count = 0.0, 0
     for row in rows:
         logits_TV = torch.from_numpy(run_prompt(model, row)[1])
@@ -112,11 +132,25 @@ def main() -> None:
         if format is not None:
             row |= {"random": errors_of(drawn, format), "model": errors_of(own, format)}
         if texts is not None:
-            row["bits_per_byte"] = bits_per_byte(folder, format, *texts, arguments.threads)
+            row["bits_per_byte"] = bits_per_byte(folder, *texts, arguments.threads, format=format)
         rows.append(row)
+    kv_rows = []
+    for kv_format in KV_FORMATS:
+        row = {"format": kv_format, **kv_errors(kv_format)}
+        if texts is not None:
+            row["bits_per_byte"] = bits_per_byte(folder, *texts, arguments.threads, kv_format=kv_format)
+        kv_rows.append(row)
     if arguments.json:
         print(
-            json.dumps({"model": arguments.model, "rows": rows, **describe_machine(), **describe_versions()})
+            json.dumps(
+                {
+                    "model": arguments.model,
+                    "rows": rows,
+                    "kv": kv_rows,
+                    **describe_machine(),
+                    **describe_versions(),
+                }
+            )
         )
         return
     print("format        bits   random: weight matmul   model: weight matmul   bits per byte")
@@ -126,6 +160,11 @@ def main() -> None:
             line += f"  {row['random']['bits_per_weight']:5.3f}"
             for name in ("random", "model"):
                 line += f"  {row[name]['weight_error']:14.4f} {row[name]['matmul_error']:6.4f}"
+        print(line + (f"   {row['bits_per_byte']:.4f}" if "bits_per_byte" in row else ""))
+    print("KV            bits   rows: error  attention: error   bits per byte")
+    for row in kv_rows:
+        line = f"{row['format']:<12}  {row['bits_per_number']:5.2f}  {row['row_error']:11.4f}"
+        line += f"  {row['attention_error']:16.4f}"
         print(line + (f"   {row['bits_per_byte']:.4f}" if "bits_per_byte" in row else ""))
 
 

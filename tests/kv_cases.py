@@ -8,16 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moesaic.kernels.kv_format import pool_zeros
 from moesaic.kernels.kv_view import KvPlaces, KvRow, KvView
 from moesaic.kernels.ops import Ops, choose
-from moesaic.spec.numerics import DType, preset
+from moesaic.spec.numerics import DType, KvFormat, preset
 
 BLOCK = 16
 
 
-def reference_ops(dtype: DType = "float32", *, num_threads: int = 1, kv_lanes: int = 4) -> Ops:
+def reference_ops(
+    dtype: DType = "float32", *, num_threads: int = 1, kv_lanes: int = 4, kv_format: KvFormat | None = None
+) -> Ops:
     """The reference ops with the portable numerics."""
-    return choose(preset("portable", dtype=dtype).with_leaves(kv_lanes=kv_lanes), num_threads=num_threads)
+    numerics = preset("portable", dtype=dtype, kv_format=kv_format).with_leaves(kv_lanes=kv_lanes)
+    return choose(numerics, num_threads=num_threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,15 @@ class Sequence:
     """One sequence of random queries, keys and values, and a pool that holds its blocks in shuffled order."""
 
     def __init__(
-        self, heads: Heads, num_tokens: int, ops: Ops, *, seed: int = 0, dtype=torch.float32
+        self,
+        heads: Heads,
+        num_tokens: int,
+        ops: Ops,
+        *,
+        seed: int = 0,
+        dtype=torch.float32,
+        kv_block: int = BLOCK,
+        kv_format: KvFormat | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
@@ -50,22 +62,24 @@ class Sequence:
         is_split = heads.value_width is None
         self.value_TGC = draw(num_tokens, heads.num_groups, heads.key_width) if is_split else None
         self.sinks_H = draw(heads.num_heads) if heads.has_sinks else None
-        num_blocks = -(-num_tokens // BLOCK)
+        self.kv_block = kv_block
+        num_blocks = -(-num_tokens // kv_block)
         ids = list(range(num_blocks + 3))
         random.Random(seed).shuffle(ids)
         self.blocks = tuple(ids[:num_blocks])
-        shape = (num_blocks + 4, heads.num_groups, BLOCK, heads.key_width)
-        self.key_pool = torch.zeros(shape, dtype=dtype)
-        self.value_pool = torch.zeros(shape, dtype=dtype) if is_split else None
+        shape = (num_blocks + 4, heads.num_groups, kv_block, heads.key_width)
+        stored: KvFormat = kv_format or ("bfloat16" if dtype == torch.bfloat16 else "float32")
+        self.key_pool = pool_zeros(shape, stored)
+        self.value_pool = pool_zeros(shape, stored) if is_split else None
 
     def view(self, *parts: tuple[int, int]) -> KvView:
         """A step of (start, count) parts of the sequence, each as if it were a sequence of its own."""
         rows, first = [], 0
         for start, count in parts:
-            blocks = self.blocks[: -(-(start + count) // BLOCK)]
+            blocks = self.blocks[: -(-(start + count) // self.kv_block)]
             rows.append(KvRow(first_row=first, num_tokens=count, start_idx=start, blocks=blocks))
             first += count
-        places = KvPlaces.of(tuple(rows), BLOCK)
+        places = KvPlaces.of(tuple(rows), self.kv_block)
         return KvView(key_pool=self.key_pool, value_pool=self.value_pool, places=places)
 
     def write(self, start: int, count: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from moesaic.account.params import count_params, expert_biases, expert_weights
 from moesaic.errors import ConfigError, nearest
 from moesaic.spec.model import Component, MlaSpec, ModelSpec, MoeSpec
-from moesaic.spec.numerics import DTYPE_BYTES, Format
+from moesaic.spec.numerics import DTYPE_BYTES, KvFormat
 from moesaic.spec.quantised import QUANTISED, SCALE_BYTES
 
 USABLE_SHARE = 0.9
@@ -66,7 +66,7 @@ class KvFootprint:
         return self.bytes_per_token * num_tokens + windows + self.state_bytes
 
 
-def kv_footprint(spec: ModelSpec, kv_format: Format = "bfloat16") -> KvFootprint:
+def kv_footprint(spec: ModelSpec, kv_format: KvFormat = "bfloat16") -> KvFootprint:
     """KV and state of one sequence, over all layers.
 
     Source: K and V are 2 * kv_heads * head_dim numbers a token and layer (131,072 B for Mixtral-8x7B); a

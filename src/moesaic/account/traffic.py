@@ -9,7 +9,7 @@ from moesaic.account.memory import expert_bytes, kv_footprint, weight_bytes
 from moesaic.errors import ConfigError
 from moesaic.spec.hardware import Machine
 from moesaic.spec.model import ModelSpec, MoeSpec
-from moesaic.spec.numerics import Format
+from moesaic.spec.numerics import KvFormat
 
 FLOPS_EFFICIENCY = 0.7  # guess: share of the datasheet's rate that large matrix products reach
 BANDWIDTH_EFFICIENCY = 0.8  # guess: share of the datasheet's bandwidth that long reads reach
@@ -110,7 +110,7 @@ class StepTraffic:
 
 
 def step_traffic(
-    spec: ModelSpec, batch: int, context_len: int, kv_format: Format = "bfloat16"
+    spec: ModelSpec, batch: int, context_len: int, kv_format: KvFormat = "bfloat16"
 ) -> StepTraffic:
     """Bytes read by one step that decodes one token for each of `batch` sequences of `context_len`.
 

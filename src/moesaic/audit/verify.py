@@ -35,7 +35,7 @@ from moesaic.errors import ConfigError, MoesaicError
 from moesaic.spec.families import read_config
 from moesaic.spec.locate import Located
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.numerics import DTYPE_BYTES
+from moesaic.spec.numerics import DTYPE_BYTES, is_kv_lossy
 from moesaic.spec.quantised import QUANTISED
 
 INSTALL = "pip install 'transformers>=5.24,<6'"
@@ -47,7 +47,7 @@ LONG_NOTE = (
 )
 
 
-LOSSY_NOTE = "weights={} is lossy: the distance from transformers is stated, and not judged"
+LOSSY_NOTE = "{} is lossy: the distance from transformers is stated, and not judged"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,10 +147,10 @@ def verify(
 ) -> Verification:
     """Compare a checkpoint as we run it with the same one, or another, as transformers runs it.
 
-    `wishes` says the dtype, the format of the weights, the threads and the backend. Without a dtype the
+    `wishes` says the dtype, the formats of weights and KV, the threads and the backend. Without a dtype the
     checkpoint's own is verified, since that is what is served, and before it float32, which shows the
     smallest mistakes, where memory holds it. A checkpoint beyond HEAVY_BYTES gets shorter built-in prompts
-    and fewer greedy tokens, which a note says. With weights of integers the model is another function on
+    and fewer greedy tokens, which a note says. With a lossy format the model is another function on
     purpose: its distance from transformers is stated and not judged.
 
     Raises: ConfigError for what was asked; MoesaicError, with the engine's reason, when the model cannot run.
@@ -162,10 +162,12 @@ def verify(
     spec = read_config(located.config, name=str(folder / "config.json"))
     machine = read_machine()
     threads = wishes.threads(machine)
-    is_lossy = wishes.format in QUANTISED
-    dtypes, notes = _dtypes(spec, wishes.dtype or (spec.dtype if wishes.format else None), machine)
-    if is_lossy:
-        notes = [*notes, LOSSY_NOTE.format(wishes.format)]
+    has_format = wishes.format is not None or wishes.kv_format is not None
+    dtypes, notes = _dtypes(spec, wishes.dtype or (spec.dtype if has_format else None), machine)
+    lossy = [f"weights={wishes.format}"] if wishes.format in QUANTISED else []
+    if wishes.kv_format is not None and is_kv_lossy(wishes.kv_format, dtypes[-1]):
+        lossy.append(f"kv={wishes.kv_format}")
+    notes = [*notes, *(LOSSY_NOTE.format(one) for one in lossy)]
     is_heavy = count_params(spec).num_total * max(DTYPE_BYTES[one] for one in dtypes) > HEAVY_BYTES
     chosen = num_tokens or (HEAVY_TOKENS if is_heavy else NUM_TOKENS)
     ids, more = choose_prompts(folder, spec, prompts, chosen, is_heavy=is_heavy)
@@ -185,6 +187,7 @@ def verify(
                 folder=temporary,
                 backend=wishes.backend,
                 format=wishes.format,
+                kv_format=wishes.kv_format,
                 is_long=bool(long_lengths),
                 family=spec.family,
             )
@@ -198,7 +201,7 @@ def verify(
             if missing is None:
                 oracle, missing = _run_oracle(job, str(other), show)
                 version = oracle.get("version", version)
-            passes.append(_compare(job, engine, oracle, is_lossy=is_lossy))
+            passes.append(_compare(job, engine, oracle, is_lossy=bool(lossy)))
     return Verification(
         model=located.name,
         reference=None if reference is None else str(other),

@@ -19,6 +19,7 @@ from moesaic.cli.options import (
     FormatName,
     IgnoreEos,
     KvBytes,
+    KvFormatName,
     MaxNumSeqs,
     Model,
     NumericsName,
@@ -132,6 +133,7 @@ def throughput_command(
     kv_bytes: KvBytes = None,
     dtype: DtypeName = None,
     weight_format: FormatName = None,
+    kv_format: KvFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
     ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
@@ -150,6 +152,7 @@ def throughput_command(
         kv_bytes=kv_size,
         dtype=dtype,
         format=weight_format,
+        kv_format=kv_format,
         num_threads=threads,
         num_ranks=ranks,
     ) as llm:

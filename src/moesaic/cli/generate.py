@@ -15,6 +15,7 @@ from moesaic.cli.options import (
     DtypeName,
     FormatName,
     IgnoreEos,
+    KvFormatName,
     Model,
     NumericsName,
     Ranks,
@@ -57,6 +58,7 @@ def generate_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when all is done.")] = False,
     dtype: DtypeName = None,
     weight_format: FormatName = None,
+    kv_format: KvFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
     ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
@@ -83,6 +85,7 @@ def generate_command(
         preset=numerics,
         dtype=dtype,
         format=weight_format,
+        kv_format=kv_format,
         num_threads=threads,
         num_ranks=ranks,
     ) as llm:

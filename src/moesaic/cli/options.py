@@ -26,6 +26,14 @@ FormatName = Annotated[
         "int4-g32-zp and its like with zero points [default: the dtype].",
     ),
 ]
+KvFormatName = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-format",
+        help="Keys and values are rounded to it: int8 or fp8, one scale for each token and head, or bfloat16 "
+        "[default: the dtype].",
+    ),
+]
 NumericsName = Annotated[str, typer.Option(help="Numerics preset: portable or fast.")]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads to compute with [default: all processors].")

@@ -17,6 +17,7 @@ from moesaic.cli.options import (
     DtypeName,
     FormatName,
     KvBytes,
+    KvFormatName,
     MaxNumSeqs,
     Model,
     NumericsName,
@@ -61,6 +62,7 @@ def serve_command(
     kv_bytes: KvBytes = None,
     dtype: DtypeName = None,
     weight_format: FormatName = None,
+    kv_format: KvFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
     ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
@@ -98,6 +100,7 @@ def serve_command(
         preset=numerics,  # type: ignore[arg-type]  # checked by the dataclass
         dtype=dtype,  # type: ignore[arg-type]  # checked by the dataclass
         format=weight_format,  # type: ignore[arg-type]  # checked by the dataclass
+        kv_format=kv_format,  # type: ignore[arg-type]  # checked by the dataclass
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_tokens_per_step=max_tokens_per_step,

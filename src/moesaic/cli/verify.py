@@ -13,7 +13,7 @@ import typer
 
 from moesaic.audit.prompts import HEAVY_TOKENS, NUM_TOKENS
 from moesaic.audit.verify import Pass, Verification, dump_json, verify
-from moesaic.cli.options import FormatName
+from moesaic.cli.options import FormatName, KvFormatName
 from moesaic.engine.config import EngineConfig, read_environment, read_hub_cache
 from moesaic.errors import ConfigError
 from moesaic.spec.locate import Located, locate
@@ -30,6 +30,7 @@ def verify_command(
         typer.Option(help="float32 or bfloat16 [default: float32 if memory holds it, and the checkpoint's]."),
     ] = None,
     weight_format: FormatName = None,
+    kv_format: KvFormatName = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads to compute with [default: all].")
     ] = None,
@@ -59,6 +60,7 @@ def verify_command(
         model=str(located.weights_folder()),
         dtype=dtype,  # type: ignore[arg-type]  # checked by the dataclass
         format=weight_format,  # type: ignore[arg-type]  # checked by the dataclass
+        kv_format=kv_format,  # type: ignore[arg-type]  # checked by the dataclass
         num_threads=threads or environment.num_threads,
         backend=environment.backend,
     )

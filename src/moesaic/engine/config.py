@@ -20,7 +20,17 @@ from moesaic.sched.ledger import CacheGroup, cache_groups
 from moesaic.sched.scheduler import Limits
 from moesaic.spec.hub import hub_cache
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.numerics import DTYPE_BYTES, FORMATS, PRESETS, DType, Format, Numerics, Preset
+from moesaic.spec.numerics import (
+    DTYPE_BYTES,
+    FORMATS,
+    KV_FORMATS,
+    PRESETS,
+    DType,
+    Format,
+    KvFormat,
+    Numerics,
+    Preset,
+)
 from moesaic.units import format_bytes, parse_bytes
 
 KV_FRACTION = 0.7  # guess: the rest is for activations, the page cache and other processes
@@ -43,6 +53,7 @@ class EngineConfig:
     preset: Preset = "portable"
     dtype: DType | None = None  # None: the checkpoint's own
     format: Format | None = None  # weights are rounded to it while they load; None: the dtype
+    kv_format: KvFormat | None = None  # of keys and values in the pool; None: the dtype
     max_num_seqs: int = 32  # requests computed in one step
     max_model_len: int | None = None  # prompt and output; None: the model's, or what the KV pool holds
     max_tokens_per_step: int = 512  # longer prompts are computed in chunks
@@ -61,6 +72,10 @@ class EngineConfig:
             raise ConfigError(f"dtype {self.dtype!r} is unknown; {nearest(self.dtype, DTYPE_BYTES)}")
         if self.format is not None and self.format not in FORMATS:
             raise ConfigError(f"format {self.format!r} is unknown; {nearest(self.format, FORMATS)}")
+        if self.kv_format is not None and self.kv_format not in KV_FORMATS:
+            raise ConfigError(
+                f"kv_format {self.kv_format!r} is unknown; {nearest(self.kv_format, KV_FORMATS)}"
+            )
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

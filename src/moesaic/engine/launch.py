@@ -84,6 +84,7 @@ def start_engine(
         preset=config.preset,
         dtype=config.dtype,
         format=config.format,
+        kv_format=config.kv_format,
         num_threads=config.threads(machine),
         backend=config.backend,
         available_bytes=machine.available_bytes,

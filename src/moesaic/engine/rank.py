@@ -103,6 +103,7 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
         dtype=config.dtype or spec.dtype,
         backend=config.backend or default_backend(),
         format=config.format,
+        kv_format=config.kv_format,
     )
     mesh.agree(
         Identity(

@@ -7,23 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from moesaic.errors import ConfigError
 from moesaic.experts.contract import Routing
-from moesaic.kernels.elementwise import sum_last
 from moesaic.kernels.ops import Ops
 from moesaic.spec.model import MoeSpec
 
 
 class Router:
-    """The gate of one layer: logits, choice, weights.
-
-    Source:  softmax of the top-k: Mixtral, arXiv:2401.04088, sec. 2.1; groups by their best expert:
-             DeepSeek-V2, arXiv:2405.04434, sec. 2.1.2; sigmoid scores, selection bias, groups by their two
-             best: DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2; sparsemixer: GRIN, arXiv:2409.12136.
-    """
+    """The gate of one layer: logits here, choice and weights by the ops."""
 
     def __init__(
         self,
@@ -76,66 +69,14 @@ class Router:
 
         Shapes:  logits_TE [T, E] float32, the logit bias added.
         """
-        gate, num_chosen = self._spec.gate, self._spec.experts_per_token
-        if gate.score == "sparsemixer":
-            return self._sparsemixer(logits_TE)
-        scores_TE = logits_TE if gate.order == "topk_then_score" else self._score(logits_TE)
-        experts_TK = _top_ids(self._choice(scores_TE), num_chosen)
-        experts_TK = experts_TK.sort(dim=-1).values
-        # The bias and the groups moved the choice; the weights are the scores themselves.
-        weights_TK = scores_TE.gather(-1, experts_TK)
-        if gate.order == "topk_then_score":
-            weights_TK = self._score(weights_TK)
-        if gate.is_renormalised:
-            total_T1 = sum_last(weights_TK) + gate.renormalise_epsilon
-            weights_TK = weights_TK / total_T1.clamp(min=gate.renormalise_floor)
-        if gate.scale != 1.0:
-            weights_TK = weights_TK * gate.scale
-        if self._expert_scale_E is not None:
-            weights_TK = weights_TK * self._expert_scale_E[experts_TK]
+        experts_TK, weights_TK = self._ops.gate(
+            logits_TE,
+            self._spec.gate,
+            self._spec.experts_per_token,
+            self._selection_bias_E,
+            self._expert_scale_E,
+        )
         return Routing(experts_TK=experts_TK, weights_TK=weights_TK)
-
-    def _sparsemixer(self, logits_TE: Tensor) -> Routing:
-        """The two best experts, each weighed by a softmax of its own over the logits near it.
-
-        Left out of that softmax is what lies below its expert by more than twice the jitter, relative to the
-        larger of the two sizes; for the second expert so is the first.
-        """
-        experts_TK = _top_ids(logits_TE, 2).sort(dim=-1).values
-        best_TK = logits_TE.gather(-1, experts_TK)
-        is_first_T = best_TK[:, 0] >= best_TK[:, 1]  # of equals the lower id
-        weights = []
-        for k, is_second_T in enumerate((~is_first_T, is_first_T)):
-            best_T1, other_T1 = best_TK[:, k : k + 1], experts_TK[:, 1 - k : 2 - k]
-            size_TE = torch.maximum(logits_TE.abs(), best_T1)
-            is_out_TE = (best_T1 - logits_TE) / size_TE > 2 * self._spec.gate.jitter
-            is_other_out_T1 = is_out_TE.gather(-1, other_T1) | is_second_T.unsqueeze(-1)
-            is_out_TE = is_out_TE.scatter(-1, other_T1, is_other_out_T1)
-            near_TE = logits_TE.masked_fill(is_out_TE, float("-inf"))
-            weights.append(self._ops.softmax_float32(near_TE).gather(-1, experts_TK[:, k : k + 1]))
-        return Routing(experts_TK=experts_TK, weights_TK=torch.cat(weights, dim=-1))
-
-    def _score(self, logits_TE: Tensor) -> Tensor:
-        if self._spec.gate.score == "softmax":
-            return self._ops.softmax_float32(logits_TE)
-        return self._ops.sigmoid(logits_TE)
-
-    def _choice(self, scores_TE: Tensor) -> Tensor:
-        """Scores as the choice sees them: biased, and -inf in the groups that lost."""
-        gate = self._spec.gate
-        choice_TE = scores_TE if self._selection_bias_E is None else scores_TE + self._selection_bias_E
-        if gate.groups_per_token == gate.num_groups:
-            return choice_TE
-        num_tokens, num_experts = choice_TE.shape
-        grouped = choice_TE.view(num_tokens, gate.num_groups, num_experts // gate.num_groups)
-        if gate.group_score == "max":
-            group_scores = grouped.amax(dim=-1)
-        else:
-            best_two = grouped.topk(2, dim=-1).values
-            group_scores = best_two[..., 0] + best_two[..., 1]
-        has_lost = torch.ones_like(group_scores, dtype=torch.bool)
-        has_lost.scatter_(-1, _top_ids(group_scores, gate.groups_per_token), False)
-        return grouped.masked_fill(has_lost.unsqueeze(-1), float("-inf")).view(num_tokens, num_experts)
 
 
 def _check(spec: MoeSpec) -> None:
@@ -172,22 +113,3 @@ def _float32(name: str, tensor: Tensor | None, is_expected: bool, shape: tuple[i
     if tuple(tensor.shape) != shape:
         raise ConfigError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
     return tensor.float()
-
-
-def _top_ids(scores_TE: Tensor, num_chosen: int) -> Tensor:
-    """Ids of the highest scores of each row, in any order; ties go to the lowest id.
-
-    `topk` leaves open which of equal scores it takes. That matters only where the last score taken equals the
-    first one left: those rows, rare outside of tests, are sorted stably instead.
-    """
-    num_experts = scores_TE.shape[-1]
-    if num_chosen == num_experts:
-        return torch.arange(num_experts).expand(scores_TE.shape)
-    top = scores_TE.topk(num_chosen + 1, dim=-1)
-    ids_TK = top.indices[:, :num_chosen]
-    is_tied = top.values[:, num_chosen - 1] == top.values[:, num_chosen]
-    if is_tied.any():
-        order = scores_TE[is_tied].sort(dim=-1, descending=True, stable=True).indices
-        ids_TK = ids_TK.clone()
-        ids_TK[is_tied] = order[:, :num_chosen]
-    return ids_TK

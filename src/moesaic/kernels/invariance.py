@@ -77,6 +77,8 @@ class InvarianceProof:
 
     def summary(self) -> str:
         """One line for the log."""
+        if not self.shapes:
+            return f"batch invariance: by fixed trees, nothing to prove ({self.num_threads} threads)"
         return (
             f"batch invariance: {len(self.shapes)} shapes proved bit for bit in {self.seconds:.2f} s "
             f"(rows padded to {self.quantum}, {self.num_threads} threads)"

@@ -68,7 +68,8 @@ class KvView:
     nothing another sequence left behind can be multiplied in.
 
     Shapes:  key_pool [blocks + 1, G, kv_block, C]; value_pool the same with its own width, or None where
-             values are the first columns of the keys (MLA). Both contiguous.
+             values are the first columns of the keys (MLA). Both contiguous, in a format of `kv_format`, by
+             which a row may be longer than C.
     """
 
     key_pool: Tensor

@@ -20,7 +20,7 @@ from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.panel import Weight
 from moesaic.kernels.reference import ReferenceOps
 from moesaic.kernels.state_view import StateView
-from moesaic.spec.model import Activation
+from moesaic.spec.model import Activation, GateSpec
 from moesaic.spec.numerics import Numerics
 
 NATIVE = "native/"
@@ -78,6 +78,22 @@ class Ops(Protocol):
 
     def softmax_float32(self, logits_TE: Tensor) -> Tensor:
         """Softmax over the last dim in float32."""
+        ...
+
+    def gate(
+        self,
+        logits_TE: Tensor,
+        gate: GateSpec,
+        num_chosen: int,
+        selection_bias_E: Tensor | None,
+        expert_scale_E: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(experts_TK, weights_TK): a router's choices by ascending id, and their weights, float32.
+
+        Ties go to the lowest id. The bias moves the choice alone; the scale multiplies the weights last.
+
+        Shapes:  logits_TE [T, E], selection_bias_E and expert_scale_E [E], all float32 and contiguous.
+        """
         ...
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:

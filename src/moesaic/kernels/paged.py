@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moesaic.kernels.elementwise import exp
 from moesaic.kernels.invariance import MAX_ROWS, ProofTable, Tiling, Trial
+from moesaic.kernels.kv_format import pack_rows, row_width, unpack_rows
 from moesaic.kernels.kv_view import KvPlaces, KvView
 from moesaic.kernels.matmul import noise, pad_rows
 from moesaic.kernels.tile import Geometry, Tile, cut
@@ -74,7 +75,7 @@ class PagedAttention:
             num_heads=q_THC.shape[1],
             num_groups=view.key_pool.shape[1],
             key_width=q_THC.shape[2],
-            value_width=value_width or value_pool.shape[3],
+            value_width=value_width or row_width(value_pool),
             kv_block=self._kv_block,
             num_lanes=self._num_lanes,
             window=window,
@@ -118,15 +119,15 @@ def write(view: KvView, key_TGC: Tensor, value_TGC: Tensor | None) -> None:
 
 
 def _write(pool: Tensor, places: KvPlaces, new_TGC: Tensor) -> None:
-    num_groups, kv_block, width = pool.shape[1:]
+    num_groups, kv_block, row_size = pool.shape[1:]
     if places.fresh_blocks.numel():
-        pool.index_fill_(0, places.fresh_blocks, 0.0)
+        pool.index_fill_(0, places.fresh_blocks, 0)
     index_N = places.plans.get(num_groups)
     if index_N is None:
         block_T1, offset_T1 = (places.slot_T // kv_block)[:, None], (places.slot_T % kv_block)[:, None]
         index_N = ((block_T1 * num_groups + torch.arange(num_groups)) * kv_block + offset_T1).view(-1)
         places.plans[num_groups] = index_N
-    pool.view(-1, width).index_copy_(0, index_N, new_TGC.to(pool.dtype).reshape(-1, width))
+    pool.view(-1, row_size).index_copy_(0, index_N, pack_rows(new_TGC, pool.dtype).reshape(-1, row_size))
 
 
 def _attend(
@@ -166,10 +167,10 @@ def _scores(tile: Tile, geometry: Geometry, q: Tensor, key_pool: Tensor) -> Tens
     lanes, kv_block = geometry.num_lanes, geometry.kv_block
     batch, groups, rows = tile.num_sequences, geometry.num_groups, tile.num_rows
     scores = q.new_empty((tile.num_steps, batch, groups, lanes, rows, kv_block))
-    pool = key_pool.view(-1, kv_block * geometry.key_width)
+    pool = key_pool.view(-1, kv_block, key_pool.shape[3])
     for low, high in _chunks(tile, geometry, geometry.key_width):
         index = tile.key_index[:, :, low * lanes : high * lanes].reshape(-1)
-        keys = pool.index_select(0, index).float().view(batch * groups, -1, geometry.key_width)
+        keys = unpack_rows(pool.index_select(0, index)).view(batch * groups, -1, geometry.key_width)
         part = torch.bmm(q, keys.transpose(1, 2)).view(batch, groups, rows, high - low, lanes, kv_block)
         scores[low:high] = part.permute(3, 0, 1, 4, 2, 5)
     return scores
@@ -181,8 +182,8 @@ def _weighted(tile: Tile, geometry: Geometry, weights: Tensor, value_pool: Tenso
     weights = weights.view(tile.num_steps, -1, tile.num_rows, kv_block)
     total = weights.new_zeros((weights.shape[1], tile.num_rows, width))
     pool = value_pool.view(-1, kv_block, value_pool.shape[3])
-    for low, high in _chunks(tile, geometry, value_pool.shape[3]):
-        values = pool.index_select(0, tile.value_index[low:high].view(-1))[..., :width].float()
+    for low, high in _chunks(tile, geometry, row_width(value_pool)):
+        values = unpack_rows(pool.index_select(0, tile.value_index[low:high].view(-1)))[..., :width]
         values = values.view(high - low, -1, kv_block, width)
         for j in range(low, high):
             total.baddbmm_(weights[j], values[j - low])

@@ -10,6 +10,7 @@ from torch import Tensor
 from moesaic.errors import ConfigError, KernelUnavailable
 from moesaic.kernels import elementwise, paged, recurrent
 from moesaic.kernels.formats import torch_dtype
+from moesaic.kernels.gate import choose_experts
 from moesaic.kernels.integer_matmul import integer_linear
 from moesaic.kernels.invariance import InvarianceProof, ProofTable
 from moesaic.kernels.kv_view import KvView
@@ -17,7 +18,7 @@ from moesaic.kernels.matmul import TiledMatmul
 from moesaic.kernels.panel import PanelWeight, Weight, check_shards
 from moesaic.kernels.row_sum import RowSum
 from moesaic.kernels.state_view import StateView
-from moesaic.spec.model import Activation
+from moesaic.spec.model import Activation, GateSpec
 from moesaic.spec.numerics import Numerics
 
 
@@ -124,6 +125,17 @@ class ReferenceOps:
     def softmax_float32(self, logits_TE: Tensor) -> Tensor:
         """Softmax over the last dim in float32."""
         return elementwise.softmax_last(logits_TE)
+
+    def gate(
+        self,
+        logits_TE: Tensor,
+        gate: GateSpec,
+        num_chosen: int,
+        selection_bias_E: Tensor | None,
+        expert_scale_E: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(experts_TK, weights_TK): a router's choices by ascending id, and their weights."""
+        return choose_experts(logits_TE, gate, num_chosen, selection_bias_E, expert_scale_E)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) over the last dim in float32, times any weight, in x's dtype.
@@ -247,4 +259,6 @@ class ReferenceOps:
         return num_shards
 
     def _biased(self, y_TF: Tensor, bias_F: Tensor | None) -> Tensor:
-        return (y_TF if bias_F is None else y_TF + bias_F).to(self._seam)
+        if bias_F is not None:
+            y_TF = y_TF + bias_F
+        return y_TF if y_TF.dtype == self._seam else y_TF.to(self._seam)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,7 @@ class StatePlaces:
     slots: Slots
     _taps: dict[int, Taps] = field(default_factory=dict)
     _scans: dict[int, tuple[Scan, ...]] = field(default_factory=dict)
+    plans: dict[Any, Any] = field(default_factory=dict)  # kernels keep what they derive from the rows here
 
     @classmethod
     def of(cls, rows: Sequence[StateRow]) -> StatePlaces:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moesaic.errors import ConfigError, UnsupportedModelError
 from moesaic.kernels.formats import torch_dtype
+from moesaic.kernels.kv_format import pool_zeros
 from moesaic.kernels.state_view import StatePlaces, StateRow, StateView
 from moesaic.layers.attention import KvPlaces, KvRow, KvView
 from moesaic.sched.ledger import CacheGroup, cache_groups
@@ -40,7 +41,7 @@ class KvPool:
             )
         self.kv_block = numerics.kv_block
         self.num_blocks = num_blocks
-        self._dtype = torch_dtype(numerics.kv_format)
+        self._format = numerics.kv_format
         self._group_of: dict[int, int] = {}
         self._tensors: dict[int, tuple[Tensor, Tensor | None]] = {}
         for group_idx, group in enumerate(self.groups):
@@ -67,7 +68,9 @@ class KvPool:
         """Pools [blocks + 1, G, kv_block, C] of one layer, or its states and tails as in `StateView`."""
         if isinstance(mixer, LinearSpec):
             shape = (num_blocks, mixer.num_value_heads, mixer.key_dim, mixer.value_dim)
-            tails = torch.zeros((num_blocks, mixer.conv_width - 1, mixer.conv_channels), dtype=self._dtype)
+            # A tail of bytes would need scales of its own: it is small, and float32 beside pools of bytes.
+            dtype = torch_dtype("bfloat16" if self._format == "bfloat16" else "float32")
+            tails = torch.zeros((num_blocks, mixer.conv_width - 1, mixer.conv_channels), dtype=dtype)
             return torch.zeros(shape, dtype=torch.float32), tails
         if isinstance(mixer, MambaSpec):
             raise UnsupportedModelError("Mamba-2 mixers keep states that this build does not run")
@@ -78,7 +81,7 @@ class KvPool:
         return self._zeros(*sizes), self._zeros(*sizes)
 
     def _zeros(self, num_blocks: int, num_groups: int, width: int) -> Tensor:
-        return torch.zeros((num_blocks + 1, num_groups, self.kv_block, width), dtype=self._dtype)
+        return pool_zeros((num_blocks + 1, num_groups, self.kv_block, width), self._format)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -67,7 +67,7 @@ class PagedAttend(Attend):
         self._softmax_scale = softmax_scale
         self._window = window
         self._is_chunked = is_chunked
-        self._sinks_H = sinks_H
+        self._sinks_H = None if sinks_H is None else sinks_H.float()
         self._value_width = value_width
 
     @classmethod

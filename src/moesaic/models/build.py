@@ -60,7 +60,7 @@ from moesaic.spec.model import (
     MoeSpec,
     RopeSpec,
 )
-from moesaic.spec.numerics import DType, Format, Numerics
+from moesaic.spec.numerics import DType, Format, KvFormat, Numerics
 from moesaic.spec.numerics import preset as numerics_of
 
 LATENT_NORM_EPS = 1e-6
@@ -118,13 +118,14 @@ def model_digest(spec: ModelSpec, tensor_digests: Mapping[str, str]) -> str:
     return digest([digest(spec), sorted(tensor_digests.items())])
 
 
-def load(
+def load(  # noqa: PLR0913 - each is a wish of its own
     path: str | Path,
     *,
     num_threads: int,
     preset: str = "portable",
     dtype: DType | None = None,
     format: Format | None = None,
+    kv_format: KvFormat | None = None,
     backend: str | None = None,
     available_bytes: int | None = None,
     progress: Progress | None = None,
@@ -132,7 +133,7 @@ def load(
     """Read config.json and the weights beside it.
 
     `dtype` None is the checkpoint's own (float32 for float16, which it holds exactly); `format` is of the
-    weights, None that dtype; `backend` None is the fastest on this machine.
+    weights and `kv_format` of keys and values, None that dtype; `backend` None is the fastest here.
 
     Units:  available_bytes is what the weights may take of this machine's memory; None: not checked.
     Raises: ConfigError for the config; UnsupportedModelError naming what the engine lacks; CheckpointError
@@ -142,7 +143,11 @@ def load(
     checkpoint = Checkpoint.open(path)
     spec = read_spec(path)
     numerics = numerics_of(
-        preset, dtype=dtype or spec.dtype, backend=backend or default_backend(), format=format
+        preset,
+        dtype=dtype or spec.dtype,
+        backend=backend or default_backend(),
+        format=format,
+        kv_format=kv_format,
     )
     return build(
         checkpoint,

@@ -17,7 +17,7 @@ from moesaic.sched.key import KvKey, KvKeyScope
 from moesaic.sched.prefix import BlockPool
 from moesaic.sched.step import BlockIds
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.numerics import Format
+from moesaic.spec.numerics import KvFormat
 
 NO_BLOCK = -1  # in a window group's table: the positions fell out of the window and their block was freed
 
@@ -51,7 +51,7 @@ class CacheGroup:
 STATE_SLOTS = 2  # a state is read from one slot and written to the other, so that a step can be run twice
 
 
-def cache_groups(spec: ModelSpec, kv_format: Format, kv_block: int) -> tuple[CacheGroup, ...]:
+def cache_groups(spec: ModelSpec, kv_format: KvFormat, kv_block: int) -> tuple[CacheGroup, ...]:
     """The cache groups of a model, ordered by their first layer: the order of every per-group tuple."""
     layers: dict[tuple[Literal["tokens", "window", "state"], int | None], list[int]] = {}
     token_bytes: Counter[tuple[str, int | None]] = Counter()

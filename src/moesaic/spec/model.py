@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from moesaic.spec.numerics import DTYPE_BYTES, DType, Format
+from moesaic.spec.numerics import DTYPE_BYTES, DType, KvFormat, kv_row_bytes, tail_bytes
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"]
 """`swiglu_clamped` is gpt-oss': clamp, gate * sigmoid(alpha * gate), times (up + 1)."""
@@ -105,14 +105,14 @@ class GqaSpec:
     value_is_key: bool = False  # no value projection: the values are the keys before norm and rope (Gemma 4)
     kv_from: int | None = None  # layer whose keys and values are read instead of own ones (Gemma 4)
 
-    def caches(self, kv_format: Format) -> tuple[CacheSpec, ...]:
+    def caches(self, kv_format: KvFormat) -> tuple[CacheSpec, ...]:
         """K and V of every token, or of the window; nothing where another layer's are read.
 
         A chunk lies inside the window that trails, so both keep the same tokens.
         """
         if self.kv_from is not None:
             return ()
-        size = 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[kv_format]
+        size = 2 * self.num_kv_heads * kv_row_bytes(kv_format, self.head_dim)
         if self.window is None:
             return (CacheSpec(kind="tokens", bytes_per_token=size),)
         return (CacheSpec(kind="window", bytes_per_token=size, window=self.window),)
@@ -133,11 +133,11 @@ class MlaSpec:
     has_bias: bool = False
     index: IndexSpec | None = None
 
-    def caches(self, kv_format: Format) -> tuple[CacheSpec, ...]:
+    def caches(self, kv_format: KvFormat) -> tuple[CacheSpec, ...]:
         """The latent and the rotary key of every token, and the index keys where there are any."""
-        size = (self.kv_lora_rank + self.rope_dim) * DTYPE_BYTES[kv_format]
+        size = kv_row_bytes(kv_format, self.kv_lora_rank + self.rope_dim)
         if self.index is not None:
-            size += self.index.head_dim * DTYPE_BYTES[kv_format]
+            size += kv_row_bytes(kv_format, self.index.head_dim)
         return (CacheSpec(kind="tokens", bytes_per_token=size),)
 
 
@@ -158,10 +158,10 @@ class LinearSpec:
         """Numbers of a token that go through the convolution: queries, keys and values."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
-    def caches(self, kv_format: Format) -> tuple[CacheSpec, ...]:
+    def caches(self, kv_format: KvFormat) -> tuple[CacheSpec, ...]:
         """A float32 state matrix per value head and the tail of the convolution; constant in the context."""
         state = self.num_value_heads * self.key_dim * self.value_dim * 4
-        tail = self.conv_channels * (self.conv_width - 1) * DTYPE_BYTES[kv_format]
+        tail = self.conv_channels * (self.conv_width - 1) * tail_bytes(kv_format)
         return (CacheSpec(kind="state", bytes_per_sequence=state + tail),)
 
 
@@ -177,11 +177,11 @@ class MambaSpec:
     has_proj_bias: bool = False
     has_conv_bias: bool = True
 
-    def caches(self, kv_format: Format) -> tuple[CacheSpec, ...]:
+    def caches(self, kv_format: KvFormat) -> tuple[CacheSpec, ...]:
         """A float32 state per head and the tail of the convolution; constant in the context."""
         channels = self.num_heads * self.head_dim + 2 * self.num_groups * self.state_dim
         state = self.num_heads * self.head_dim * self.state_dim * 4
-        tail = channels * (self.conv_width - 1) * DTYPE_BYTES[kv_format]
+        tail = channels * (self.conv_width - 1) * tail_bytes(kv_format)
         return (CacheSpec(kind="state", bytes_per_sequence=state + tail),)
 
 
@@ -250,7 +250,7 @@ class LayerSpec:
     has_scale: bool = False  # the residual after the layer times a learned number (Gemma 4)
     index_from: int | None = None  # layer whose sparse-attention index is reused (GLM-5.2)
 
-    def caches(self, kv_format: Format) -> tuple[CacheSpec, ...]:
+    def caches(self, kv_format: KvFormat) -> tuple[CacheSpec, ...]:
         """What this layer keeps between steps."""
         return () if self.mixer is None else self.mixer.caches(kv_format)
 

@@ -29,11 +29,30 @@ Format = Literal[
     "int4-g64-zp",
     "int4-g128-zp",
 ]
+KvFormat = Literal["float32", "bfloat16", "int8", "fp8"]
 Preset = Literal["portable", "fast"]
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 FORMATS: tuple[Format, ...] = get_args(Format)
+KV_FORMATS: tuple[KvFormat, ...] = get_args(KvFormat)
+KV_SCALE_BYTES = 4
+"""Of each token and head in a KV pool of integers or fp8: a float32."""
 PRESETS: tuple[Preset, ...] = ("portable", "fast")
+
+
+def kv_row_bytes(format: KvFormat, width: int) -> int:
+    """Bytes of `width` numbers of one token and head in a KV pool."""
+    return width * DTYPE_BYTES[format] if format in DTYPE_BYTES else width + KV_SCALE_BYTES
+
+
+def is_kv_lossy(format: KvFormat, dtype: str) -> bool:
+    """Whether a pool of `format` rounds keys and values of `dtype`."""
+    return DTYPE_BYTES.get(format, 0) < DTYPE_BYTES[dtype]
+
+
+def tail_bytes(format: KvFormat) -> int:
+    """Of a number in a convolution's tail beside such a pool: beside one of bytes it is a float32."""
+    return DTYPE_BYTES.get(format, DTYPE_BYTES["float32"])
 
 
 class Effect(StrEnum):
@@ -96,17 +115,17 @@ class Numerics:
     combine: Literal["tree", "per_rank"]  # "per_rank": one partial sum per rank, declared reassociated
     formats: FormatMap
     wire_format: Format  # dispatch payload; Local rounds through it too
-    kv_format: Format
+    kv_format: KvFormat  # int8 and fp8 have one scale for each token and head
 
     def __post_init__(self) -> None:
         for name in ("matmul_shards", "kv_lanes", "kv_block"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ConfigError(f"numerics.{name} must be a power of two, got {value}")
-        for name in ("wire_format", "kv_format"):
+        for name, known in (("wire_format", tuple(DTYPE_BYTES)), ("kv_format", KV_FORMATS)):
             value = getattr(self, name)
-            if value not in DTYPE_BYTES:
-                raise ConfigError(f"numerics.{name} {value!r} is not built; {nearest(value, DTYPE_BYTES)}")
+            if value not in known:
+                raise ConfigError(f"numerics.{name} {value!r} is not built; {nearest(value, known)}")
 
     def digest(self) -> str:
         """Identity of this value."""
@@ -119,6 +138,8 @@ class Numerics:
             found.append(("combine=per_rank", Effect.REASSOCIATED))
         weights = {pair.weight for pair in (self.formats.default, *self.formats.by_expert.values())}
         found += [(f"weights={weight}", Effect.LOSSY) for weight in sorted(weights & set(QUANTISED))]
+        if is_kv_lossy(self.kv_format, self.seam_dtype):
+            found.append((f"kv={self.kv_format}", Effect.LOSSY))
         return tuple(found)
 
     def with_leaves(self, *, matmul_shards: int | None = None, kv_lanes: int | None = None) -> Numerics:
@@ -128,7 +149,14 @@ class Numerics:
         )
 
 
-def preset(name: str, *, dtype: DType, backend: str = "reference", format: Format | None = None) -> Numerics:
+def preset(
+    name: str,
+    *,
+    dtype: DType,
+    backend: str = "reference",
+    format: Format | None = None,
+    kv_format: KvFormat | None = None,
+) -> Numerics:
     """The numerics of a preset for a model whose own dtype is `dtype`, its weights kept in `format`.
 
     `portable` keeps prefix reuse and preemption by recompute exact. `fast` gives a layout no leaves to split.
@@ -155,5 +183,5 @@ def preset(name: str, *, dtype: DType, backend: str = "reference", format: Forma
         combine="tree",
         formats=FormatMap(default=FormatPair.of(format or dtype)),
         wire_format=dtype,
-        kv_format=dtype,
+        kv_format=kv_format or dtype,
     )

@@ -92,3 +92,4 @@ def test_table_proves_a_shape_once() -> None:
     proof = table.proof()
     assert (proof.quantum, len(proof.shapes)) == (1, 1)
     assert "1 shapes proved bit for bit" in proof.summary()
+    assert "nothing to prove" in ProofTable().proof().summary()

@@ -44,7 +44,8 @@ def test_says_what_was_loaded(tmp_path: Path, family: str) -> None:
     assert (model.store is not None) == (family != "llama")
     assert seen[-1] == (checkpoint.num_bytes, checkpoint.num_bytes)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert model.proof.shapes
+    is_native = model.numerics.backend.startswith("native/")
+    assert is_native == (model.proof.shapes == ()), "native kernels have nothing to prove"
     assert len(model.model_digest) == 32
 
 

@@ -122,8 +122,8 @@ def test_a_damaged_or_unknown_ask_is_refused_by_name(tmp_path: Path) -> None:
         load(folder, num_threads=1, dtype="float32", format="bfloat16")
 
 
-def test_wire_and_cache_take_no_integers(tmp_path: Path) -> None:
+def test_wire_and_cache_refuse_formats_of_weights(tmp_path: Path) -> None:
     numerics = load(write_checkpoint(tmp_path, llama_config()), num_threads=1).numerics
-    for name in ("wire_format", "kv_format"):
-        with pytest.raises(ConfigError, match=f"{name} 'int8' is not built"):
-            replace(numerics, **{name: "int8"})
+    for name, format in (("wire_format", "int8"), ("kv_format", "int4-g32")):
+        with pytest.raises(ConfigError, match=f"{name} '{format}' is not built"):
+            replace(numerics, **{name: format})

@@ -7,7 +7,9 @@
 
 namespace moesaic {
 
+void bind_attention(nanobind::class_<Kernels>& kernels);
 void bind_elementwise(nanobind::class_<Kernels>& kernels);
+void bind_layers(nanobind::class_<Kernels>& kernels);
 void bind_matmul(nanobind::class_<Kernels>& kernels);
 void bind_moe(nanobind::module_& module, nanobind::class_<Kernels>& kernels);
 

@@ -46,7 +46,9 @@ NB_MODULE(_native, m) {
   }, "Instruction levels that were built and that this machine has, slowest first.");
   nb::class_<Kernels> kernels(m, "Kernels");
   kernels.def(nb::init<const std::string&, int>(), nb::arg("level"), nb::arg("num_threads"));
+  moesaic::bind_attention(kernels);
   moesaic::bind_elementwise(kernels);
+  moesaic::bind_layers(kernels);
   moesaic::bind_matmul(kernels);
   moesaic::bind_moe(m, kernels);
   nb::class_<Reader>(m, "Reader")

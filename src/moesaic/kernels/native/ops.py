@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from moesaic.kernels.invariance import InvarianceProof
+from moesaic.kernels.kv_view import KvView
 from moesaic.kernels.native import check_level, elementwise, module
+from moesaic.kernels.native.attention import NativeAttention
+from moesaic.kernels.native.layers import L2, LAYER, RMS, NativeLayers
 from moesaic.kernels.native.moe import ExpertTensors, MoeCounts, MoeLayer
 from moesaic.kernels.panel import PanelWeight, Weight
 from moesaic.kernels.reference import ReferenceOps
-from moesaic.spec.model import Activation, MoeSpec
+from moesaic.kernels.state_view import StateView
+from moesaic.spec.model import Activation, GateSpec, MoeSpec
 from moesaic.spec.numerics import Numerics
 
 
@@ -40,6 +44,10 @@ class NativeOps(ReferenceOps):
         assert compiled is not None, "checked above"
         self._compiled = compiled
         self._kernels = compiled.Kernels(level, num_threads)
+        self._native_attention = NativeAttention(
+            self._kernels, kv_block=numerics.kv_block, num_lanes=numerics.kv_lanes, seam=self._seam
+        )
+        self._layers = NativeLayers(self._kernels, seam=self._seam)
 
     def linear(self, x_TD: Tensor, weight_FD: Weight, bias_F: Tensor | None = None) -> Tensor:
         """x @ weight.T (+ bias) as [T, F] in the seam dtype."""
@@ -103,6 +111,77 @@ class NativeOps(ReferenceOps):
         launches, jobs, weight_bytes = self._kernels.moe_counts()
         return MoeCounts(launches=launches, jobs=jobs, weight_bytes=weight_bytes)
 
+    def gate(
+        self,
+        logits_TE: Tensor,
+        gate: GateSpec,
+        num_chosen: int,
+        selection_bias_E: Tensor | None,
+        expert_scale_E: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(experts_TK, weights_TK): a router's choices by ascending id; sparsemixer is the reference's."""
+        if gate.score == "sparsemixer":
+            return super().gate(logits_TE, gate, num_chosen, selection_bias_E, expert_scale_E)
+        return self._layers.gate(logits_TE, gate, num_chosen, selection_bias_E, expert_scale_E)
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) over the last dim in float32, times any weight, in x's dtype."""
+        return self._layers.norm(x_TD, weight_D, None, eps, RMS, x_TD.dtype)
+
+    def l2_norm(self, x: Tensor, eps: float) -> Tensor:
+        """x / sqrt(sum(x^2) + eps) over the last dim, in float32."""
+        return self._layers.norm(x, None, None, eps, L2, torch.float32)
+
+    def layer_norm(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight (+ bias) over the last dim in float32, in x's dtype."""
+        return self._layers.norm(x_TD, weight_D, bias_D, eps, LAYER, x_TD.dtype)
+
+    def rope(self, x_THC: Tensor, cos_TC: Tensor, sin_TC: Tensor, is_interleaved: bool) -> Tensor:
+        """`x_THC` with its first 2 * C' columns rotated: the reference's bits."""
+        return self._layers.rope(x_THC, cos_TC, sin_TC, is_interleaved)
+
+    def causal_conv(self, x_TF: Tensor, weight_FX: Tensor, view: StateView) -> Tensor:
+        """Each channel's latest inputs weighted and summed: the reference's bits; moves tails on."""
+        return self._layers.causal_conv(x_TF, weight_FX, view)
+
+    def delta_rule(
+        self,
+        q_TGC: Tensor,
+        k_TGC: Tensor,
+        v_THC: Tensor,
+        log_decay_TH: Tensor,
+        beta_TH: Tensor,
+        view: StateView,
+    ) -> Tensor:
+        """The gated delta rule's readings [T, H, C'] in the seam dtype, float32 inside; moves states on."""
+        return self._layers.delta_rule(q_TGC, k_TGC, v_THC, log_decay_TH, beta_TH, view)
+
+    def write_kv(self, view: KvView, key_TGC: Tensor, value_TGC: Tensor | None) -> None:
+        """Store this step's keys and values in the pool's format; clears the blocks that it begins."""
+        self._native_attention.write(view, key_TGC, value_TGC)
+
+    def attention(
+        self,
+        q_THC: Tensor,
+        view: KvView,
+        *,
+        softmax_scale: float,
+        window: int | None = None,
+        is_chunked: bool = False,
+        sinks_H: Tensor | None = None,
+        value_width: int | None = None,
+    ) -> Tensor:
+        """Causal attention of the batch over the pool: [T, H, value width] in the seam dtype."""
+        return self._native_attention(
+            q_THC,
+            view,
+            softmax_scale=softmax_scale,
+            window=window,
+            is_chunked=is_chunked,
+            sinks_H=sinks_H,
+            value_width=value_width,
+        )
+
     def prove(
         self,
         weights: Iterable[tuple[int, int]] = (),
@@ -110,11 +189,8 @@ class NativeOps(ReferenceOps):
         float32_weights: Iterable[tuple[int, int]] = (),
         heads: Iterable[tuple[int, int]] = (),
     ) -> InvarianceProof:
-        """Prove what torch computes here: attention. The matmuls of weights hold by construction.
-
-        Raises:  KernelUnavailable when no way of calling gives equal bits.
-        """
-        return super().prove(heads=heads)
+        """Nothing: matmuls, attention and norms hold by construction; all else is of single numbers."""
+        return self._table.proof()
 
     def _multiply(
         self, x_TD: Tensor, weight_FD: Weight, *, num_shards: int = 1, out: torch.dtype | None = None
@@ -123,13 +199,18 @@ class NativeOps(ReferenceOps):
         if isinstance(weight_FD, PanelWeight):
             return self._integer(x_TD, weight_FD, num_shards=num_shards, out=out)
         dtype = weight_FD.dtype
-        x_TD = x_TD.to(dtype).contiguous()
+        x_TD = (x_TD if x_TD.dtype == dtype else x_TD.to(dtype)).contiguous()
         if weight_FD.stride(1) != 1:
             weight_FD = weight_FD.contiguous()
         num_rows, width = x_TD.shape
         num_columns = weight_FD.shape[0]
         assert weight_FD.shape[1] == width, f"x has rows of {width}, the weight of {weight_FD.shape[1]}"
-        y_TF = torch.empty((num_rows, num_columns), dtype=out or dtype)
+        # Small calls are many: a tensor like another is made in half the time of one of a shape.
+        y_TF = (
+            x_TD.new_empty(num_rows, num_columns)
+            if out is None
+            else x_TD.new_empty(num_rows, num_columns, dtype=out)
+        )
         self._kernels.linear(
             x_TD.data_ptr(),
             weight_FD.data_ptr(),

@@ -1,9 +1,16 @@
 // The kernels of one level, as the doors call them.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+
+#include "attention.hpp"
 #include "elementwise.hpp"
+#include "gate.hpp"
 #include "linear.hpp"
 #include "moe.hpp"
+#include "norm.hpp"
+#include "state.hpp"
 
 namespace moesaic {
 
@@ -21,6 +28,21 @@ struct LevelTable {
   void (*moe_inner)(const Moe&, int64_t slot, int64_t first_column, int64_t end_column);
   void (*moe_down)(const Moe&, int64_t slot, int64_t first_column, int64_t end_column);
   void (*moe_combine)(const Moe&, int64_t first_token, int64_t end_token);
+  // Floats of scratch of a tile of so many rows, and of a node: what some lanes hold of these rows.
+  size_t (*attention_scratch_floats)(const Attention&, int64_t rows);
+  size_t (*node_floats)(const Attention&, int64_t rows);
+  // A tile whole, with a node for each level of the tree of lanes and one more; or lane by lane and then joined.
+  void (*attend)(const Attention&, const AttentionTile&, int64_t group, float* scratch, float* nodes);
+  bool (*attend_lane)(const Attention&, const AttentionTile&, int64_t group, int64_t lane, float* scratch, float* node);
+  void (*attend_join)(const Attention&, const AttentionTile&, int64_t group, float* nodes, int64_t stride,
+                      bool* is_there);
+  void (*write_kv)(const KvWrite&, int64_t first_token, int64_t end_token, float* row);
+  void (*norm_rows)(const Norm&, int64_t first_row, int64_t end_row, float* row);
+  void (*rotate)(const Rotation&, int64_t first_token, int64_t end_token);
+  size_t (*gate_scratch_floats)(const Gate&);
+  void (*gate_rows)(const Gate&, int64_t first_row, int64_t end_row, float* scratch, int64_t* group_ids);
+  void (*convolve)(const Conv&, int64_t first_channel, int64_t end_channel);
+  void (*delta_head)(const Delta&, int64_t row, int64_t head, float* out);
 };
 
 const LevelTable& portable_level();

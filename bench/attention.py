@@ -1,0 +1,204 @@
+"""Attention alone: decode of one row at long contexts and prefill of 512, beside the reference and torch.
+
+Decode goes round layers whose KV together exceeds the caches, and is stated as bytes of KV per second beside
+the read bandwidth measured in the same run; torch's scaled_dot_product_attention gets contiguous keys and
+values.
+Every round measures each in turn; medians and ranges are of rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moesaic.audit.bench.report import describe_machine, describe_versions, load_average
+from moesaic.kernels.huge_pages import HUGE_BYTES
+from moesaic.kernels.kv_format import pool_zeros
+from moesaic.kernels.kv_view import KvPlaces, KvRow, KvView
+from moesaic.kernels.measure.memory import allocate, reader
+from moesaic.kernels.ops import Ops, choose, default_backend
+from moesaic.spec.numerics import KV_FORMATS, KvFormat, kv_row_bytes, preset
+
+BUFFER_BYTES = 128 * HUGE_BYTES
+CACHE_BYTES = 128 * 2**20  # guess: more than the caches of a small machine
+BLOCK = 16
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of one attention; `value_width` where values are the first columns of the keys."""
+
+    heads: int
+    groups: int
+    width: int
+    value_width: int | None = None
+
+    def bytes_per_token(self, format: KvFormat) -> int:
+        """Of keys and values in one layer."""
+        pools = 1 if self.value_width else 2
+        return pools * self.groups * kv_row_bytes(format, self.width)
+
+
+SHAPES = {
+    "olmoe": Shape(heads=16, groups=16, width=128),
+    "qwen3-30b": Shape(heads=32, groups=4, width=128),
+    "mla": Shape(heads=16, groups=1, width=576, value_width=512),
+}
+
+
+class Case:
+    """Layers of one shape whose pools are filled with `length` positions."""
+
+    def __init__(self, shape: Shape, format: KvFormat, length: int, num_layers: int, ops: Ops) -> None:
+        self.shape, self.length, self.ops = shape, length, ops
+        self.num_blocks = -(-length // BLOCK)
+        pools = (self.num_blocks + 1, shape.groups, BLOCK, shape.width)
+        self.layers = [
+            (pool_zeros(pools, format), None if shape.value_width else pool_zeros(pools, format))
+            for _ in range(num_layers)
+        ]
+        generator = torch.Generator().manual_seed(0)
+        self.new = torch.randn((length, shape.groups, shape.width), generator=generator).bfloat16()
+        self.q_THC = torch.randn((length, shape.heads, shape.width), generator=generator).bfloat16()
+        for layer in range(num_layers):
+            view = self.view(layer, 0, length)
+            ops.write_kv(view, self.new, None if shape.value_width else self.new)
+
+    def view(self, layer: int, start: int, count: int) -> KvView:
+        """Positions start .. start + count of a layer."""
+        row = KvRow(first_row=0, num_tokens=count, start_idx=start, blocks=tuple(range(self.num_blocks)))
+        keys, values = self.layers[layer]
+        return KvView(key_pool=keys, value_pool=values, places=KvPlaces.of((row,), BLOCK))
+
+    def calls(self, start: int, count: int) -> list[Call]:
+        """One call a layer, each with tables that were made before, as in a step."""
+        views = [self.view(layer, start, count) for layer in range(len(self.layers))]
+        q_THC, shape = self.q_THC[start : start + count], self.shape
+
+        def call(view: KvView) -> Call:
+            return lambda: self.ops.attention(
+                q_THC, view, softmax_scale=shape.width**-0.5, value_width=shape.value_width
+            )
+
+        return [call(view) for view in views]
+
+
+def torch_calls(shape: Shape, length: int, count: int, num_layers: int) -> list[Call]:
+    """torch's own attention in bfloat16 over contiguous keys and values."""
+
+    def draw(heads: int, rows: int, width: int) -> Tensor:
+        return torch.randn((1, heads, rows, width), generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    q = draw(shape.heads, count, shape.width)
+
+    def call(keys: Tensor, values: Tensor) -> Call:
+        return lambda: F.scaled_dot_product_attention(
+            q, keys, values, is_causal=count > 1, enable_gqa=shape.heads > shape.groups
+        )
+
+    layers = []
+    for _ in range(num_layers):
+        keys = draw(shape.groups, length, shape.width)
+        values = (
+            keys[..., : shape.value_width] if shape.value_width else draw(shape.groups, length, shape.width)
+        )
+        layers.append(call(keys, values))
+    return layers
+
+
+def seconds(calls: list[Call]) -> float:
+    """Of one call, on average over a round of all."""
+    began_s = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - began_s) / len(calls)
+
+
+def measure(
+    shape: Shape, formats: list[KvFormat], context: int, count: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Each way's seconds a call, by rounds in turn; decode also as bytes of KV per second."""
+    layer_bytes = context * shape.bytes_per_token("bfloat16")
+    num_layers = 1 if count > 1 else max(1, -(-CACHE_BYTES // layer_bytes))
+    ways: dict[str, tuple[list[Call], int]] = {}
+    for format in formats:
+        numerics = preset("portable", dtype="bfloat16", backend=arguments.backend, kv_format=format)
+        ops = choose(numerics, num_threads=arguments.threads)
+        case = Case(shape, format, context, num_layers, ops)
+        ways[format] = (case.calls(context - count, count), context * shape.bytes_per_token(format))
+    if "reference" not in arguments.skip:
+        ops = choose(preset("portable", dtype="bfloat16"), num_threads=arguments.threads)
+        case = Case(shape, "bfloat16", context, 1, ops)
+        ways["reference"] = (case.calls(context - count, count), layer_bytes)
+    if "torch" not in arguments.skip:
+        ways["torch sdpa"] = (torch_calls(shape, context, count, num_layers), layer_bytes)
+    buffer, _ = allocate(BUFFER_BYTES, "huge", arguments.threads)
+    read, _ = reader(buffer, arguments.threads)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    rates: list[float] = []
+    for calls, _ in ways.values():
+        seconds(calls)
+    for _ in range(arguments.rounds):
+        began_s = time.perf_counter()
+        read()
+        rates.append(BUFFER_BYTES / (time.perf_counter() - began_s))
+        for name, (calls, _) in ways.items():
+            times[name].append(seconds(calls))
+    found: dict[str, Any] = {"read_gb_per_s": median(rates) / 1e9, "ways": {}}
+    for name, of_rounds in times.items():
+        found["ways"][name] = {
+            "us_median": 1e6 * median(of_rounds),
+            "us_min": 1e6 * min(of_rounds),
+            "us_max": 1e6 * max(of_rounds),
+        }
+        if count == 1:
+            found["ways"][name]["kv_gb_per_s"] = ways[name][1] / median(of_rounds) / 1e9
+    return found
+
+
+def main() -> None:
+    """Print a line for each case and way, or all as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default=default_backend())
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--formats", nargs="+", choices=KV_FORMATS, default=["bfloat16", "int8", "fp8"])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 16384])
+    parser.add_argument("--prefill", type=int, default=512, help="0: none")
+    parser.add_argument("--skip", nargs="*", choices=["reference", "torch"], default=[])
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    load, cases = load_average(), {}
+    steps = [(context, 1) for context in arguments.contexts]
+    steps += [(arguments.prefill, arguments.prefill)] if arguments.prefill else []
+    for name in arguments.shapes:
+        for context, count in steps:
+            what = f"{name} {'prefill' if count > 1 else 'decode'} {context}"
+            cases[what] = found = measure(SHAPES[name], arguments.formats, context, count, arguments)
+            if arguments.json:
+                continue
+            print(f"{what}   (memory is read at {found['read_gb_per_s']:.1f} GB/s)")
+            for way, of_way in found["ways"].items():
+                rate = f"  {of_way['kv_gb_per_s']:6.1f} GB/s" if "kv_gb_per_s" in of_way else ""
+                line = (
+                    f"{of_way['us_median']:10.0f} us [{of_way['us_min']:.0f} .. {of_way['us_max']:.0f}]{rate}"
+                )
+                print(f"  {way:12s}{line}")
+    if arguments.json:
+        about = {"backend": arguments.backend, "threads": arguments.threads, "load_before": load}
+        print(json.dumps({"cases": cases, **about, **describe_machine(), **describe_versions()}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+// Attention and writes to a KV pool: see attention.hpp.
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "attention.hpp"
+#include "doors.hpp"
+
+namespace nb = nanobind;
+
+namespace moesaic {
+namespace {
+
+constexpr int64_t kMostRows = 60;           // of a tile: whole register tiles, keys and values reused that often
+constexpr int64_t kTileFloats = 12 * 1024;  // guess: values of a tile's rows, which stay in a cache beside the block
+constexpr int64_t kSplitPositions = 256;    // guess: a row that sees more may be split over threads by lanes
+constexpr int64_t kSmallWork = 128 * 1024;  // guess: products that one thread has done before another wakes
+
+// One sequence of a step: tokens [first_token, first_token + num_tokens) at positions from start_idx on, with the ids
+// of its blocks at `first_block` of all tables.
+struct Row {
+  int64_t first_token, num_tokens, start_idx, first_block, num_blocks;
+};
+
+struct Job {
+  const LevelTable* table;
+  const Attention* call;
+  const std::vector<AttentionTile>* tiles;
+  int64_t lanes;   // tasks of a tile and group
+  int64_t stride;  // floats of a node
+  float* nodes;
+  char* is_there;
+};
+
+[[noreturn]] void fail(const std::string& what) { throw std::invalid_argument("attention: " + what); }
+
+std::string text(int64_t number) { return std::to_string(number); }
+
+void check_range(const char* name, int64_t value, int64_t least, int64_t most) {
+  if (value < least || value > most)
+    fail(std::string(name) + " must be in " + text(least) + " to " + text(most) + ", got " + text(value));
+}
+
+bool is_power_of_two(int64_t value) { return value > 0 && (value & (value - 1)) == 0; }
+
+KvKind pool_kind(int64_t kind) {
+  check_range("the pool's kind", kind, 0, 3);
+  return static_cast<KvKind>(kind);
+}
+
+// Blocks of a pool of `num_bytes`, which must be whole.
+int64_t blocks_of(const char* name, int64_t num_bytes, int64_t block_bytes) {
+  if (num_bytes < 0 || num_bytes % block_bytes != 0)
+    fail(std::string(name) + " has " + text(num_bytes) + " bytes, no whole number of blocks of " + text(block_bytes));
+  return num_bytes / block_bytes;
+}
+
+void check(const Attention& call, int64_t num_tokens, int64_t q_numbers, int64_t y_numbers) {
+  check_range("tokens", num_tokens, 0, INT32_MAX);
+  check_range("heads", call.heads, 1, 1 << 16);
+  check_range("groups", call.groups, 1, call.heads);
+  if (call.heads % call.groups != 0)
+    fail(text(call.groups) + " groups do not divide " + text(call.heads) + " heads");
+  check_range("the key width", call.key_width, 1, 1 << 14);
+  check_range("the value row's width", call.value_row_width, 1, 1 << 14);
+  check_range("the value width", call.value_width, 1, call.value_row_width);
+  check_range("kv_block", call.kv_block, 1, 1 << 12);
+  check_range("kv_lanes", call.lanes, 1, kMaxLanes);
+  if (!is_power_of_two(call.kv_block) || !is_power_of_two(call.lanes))
+    fail("kv_block and kv_lanes must be powers of two, got " + text(call.kv_block) + " and " + text(call.lanes));
+  check_range("the window", call.window, 0, INT32_MAX);
+  const int64_t rows = num_tokens * call.heads;
+  if (q_numbers != rows * call.key_width)
+    fail("queries have " + text(q_numbers) + " numbers, [" + text(num_tokens) + ", " + text(call.heads) + ", " +
+         text(call.key_width) + "] needs " + text(rows * call.key_width));
+  if (y_numbers != rows * call.value_width)
+    fail("the result has " + text(y_numbers) + " numbers, [" + text(num_tokens) + ", " + text(call.heads) + ", " +
+         text(call.value_width) + "] needs " + text(rows * call.value_width));
+  if (rows > 0 && (call.q == nullptr || call.y == nullptr || call.keys == nullptr || call.values == nullptr))
+    fail("a tensor has no storage");
+}
+
+// The blocks that a sequence's tokens see must be there.
+void check_row(const Attention& call, const Row& row, int64_t next_token, int64_t num_tokens, int64_t num_ids,
+               const int32_t* tables, int64_t num_blocks) {
+  if (row.first_token != next_token || row.num_tokens < 1 || row.num_tokens > num_tokens - next_token)
+    fail("a sequence of tokens " + text(row.first_token) + " + " + text(row.num_tokens) + " does not follow token " +
+         text(next_token) + " of " + text(num_tokens));
+  check_range("a position", row.start_idx, 0, INT32_MAX - row.num_tokens);
+  const int64_t end = (row.start_idx + row.num_tokens - 1) / call.kv_block + 1;
+  if (row.num_blocks < end || row.first_block < 0 || row.num_blocks > num_ids - row.first_block)
+    fail("a sequence up to position " + text(row.start_idx + row.num_tokens - 1) + " needs " + text(end) +
+         " blocks, its table has " + text(row.num_blocks) + " of " + text(num_ids) + " from " + text(row.first_block));
+  for (int64_t i = call.oldest(row.start_idx) / call.kv_block; i < end; ++i) {
+    const int32_t block = tables[row.first_block + i];
+    if (block < 0 || block >= num_blocks)
+      fail("block " + text(i) + " of a sequence is " + text(block) + ", the pool has " + text(num_blocks));
+  }
+}
+
+std::vector<AttentionTile> cut(const Attention& call, const Row* rows, int64_t num_rows, const int32_t* tables) {
+  const int64_t most = std::max<int64_t>(6, std::min(kMostRows, kTileFloats / call.value_width));
+  const int64_t shared = call.heads_per_group(), heads = std::min(shared, most), positions = most / heads;
+  std::vector<AttentionTile> tiles;
+  for (int64_t i = 0; i < num_rows; ++i)
+    for (int64_t at = 0; at < rows[i].num_tokens; at += positions)
+      for (int64_t head = 0; head < shared; head += heads)
+        tiles.push_back({rows[i].first_token + at, rows[i].start_idx + at, std::min(positions, rows[i].num_tokens - at),
+                         head, std::min(heads, shared - head), tables + rows[i].first_block});
+  return tiles;
+}
+
+float* floats_of_thread(size_t count) {
+  thread_local std::vector<float> floats;
+  if (floats.size() < count) floats.resize(count);
+  return floats.data();
+}
+
+int64_t depth_of(int64_t lanes) {
+  int64_t depth = 1;
+  for (; lanes > 1; lanes /= 2) ++depth;
+  return depth;
+}
+
+void attend_task(void* context, int64_t task) {
+  const Job& job = *static_cast<Job*>(context);
+  const AttentionTile& tile = (*job.tiles)[task / job.call->groups];
+  const size_t scratch = job.table->attention_scratch_floats(*job.call, tile.rows());
+  const size_t nodes = job.table->node_floats(*job.call, tile.rows()) * static_cast<size_t>(depth_of(job.call->lanes));
+  float* floats = floats_of_thread(scratch + nodes);
+  job.table->attend(*job.call, tile, task % job.call->groups, floats, floats + scratch);
+}
+
+void lane_task(void* context, int64_t task) {
+  const Job& job = *static_cast<Job*>(context);
+  const int64_t lane = task % job.lanes, group = task / job.lanes % job.call->groups;
+  const AttentionTile& tile = (*job.tiles)[task / job.lanes / job.call->groups];
+  float* floats = floats_of_thread(job.table->attention_scratch_floats(*job.call, tile.rows()));
+  job.is_there[task] =
+      job.table->attend_lane(*job.call, tile, group, lane, floats, job.nodes + task * job.stride);
+}
+
+void join_task(void* context, int64_t task) {
+  const Job& job = *static_cast<Job*>(context);
+  bool is_there[kMaxLanes];
+  for (int64_t i = 0; i < job.lanes; ++i) is_there[i] = job.is_there[task * job.lanes + i] != 0;
+  job.table->attend_join(*job.call, (*job.tiles)[task / job.call->groups], task % job.call->groups,
+                         job.nodes + task * job.lanes * job.stride, job.stride, is_there);
+}
+
+// Over threads, or at once where waking them costs more.
+void run(Kernels& kernels, bool is_small, int64_t num_tasks, Team::Task task, Job& job) {
+  if (!is_small) return kernels.team.run(num_tasks, task, &job);
+  for (int64_t i = 0; i < num_tasks; ++i) task(&job, i);
+}
+
+void attention(Kernels& kernels, uintptr_t q, int64_t q_numbers, uintptr_t keys, int64_t key_bytes, uintptr_t values,
+               int64_t value_bytes, uintptr_t y, int64_t y_numbers, uintptr_t sinks, uintptr_t rows, int64_t num_rows,
+               uintptr_t tables, int64_t num_ids, int64_t num_tokens, int64_t heads, int64_t groups, int64_t key_width,
+               int64_t value_width, int64_t value_row_width, int64_t kv_block, int64_t kv_lanes, int64_t window,
+               bool is_chunked, float scale, bool is_bfloat16, int64_t kind) {
+  const Attention call{reinterpret_cast<const void*>(q),
+                       reinterpret_cast<const uint8_t*>(keys),
+                       reinterpret_cast<const uint8_t*>(values),
+                       reinterpret_cast<const float*>(sinks),
+                       reinterpret_cast<void*>(y),
+                       heads, groups, key_width, value_width, value_row_width, kv_block, kv_lanes, window,
+                       is_chunked, scale, is_bfloat16 ? Kind::kBfloat16 : Kind::kFloat32, pool_kind(kind)};
+  check(call, num_tokens, q_numbers, y_numbers);
+  check_range("sequences", num_rows, 0, num_tokens);
+  check_range("block ids", num_ids, 0, INT32_MAX);
+  if (num_tokens == 0) return;
+  const Row* all = reinterpret_cast<const Row*>(rows);
+  const int32_t* ids = reinterpret_cast<const int32_t*>(tables);
+  if (all == nullptr || ids == nullptr) fail("a table has no storage");
+  const int64_t num_blocks = std::min(blocks_of("the key pool", key_bytes, groups * kv_block * call.key_bytes()),
+                                      blocks_of("the value pool", value_bytes, groups * kv_block * call.value_bytes()));
+  int64_t next_token = 0, longest = 0;
+  for (int64_t i = 0; i < num_rows; ++i) {
+    check_row(call, all[i], next_token, num_tokens, num_ids, ids, num_blocks);
+    next_token += all[i].num_tokens;
+    longest = std::max(longest, all[i].start_idx + 1 - call.oldest(all[i].start_idx));
+  }
+  if (next_token != num_tokens) fail(text(num_tokens) + " tokens, sequences of " + text(next_token) + " in all");
+  std::lock_guard<std::mutex> turn(kernels.turn);
+  const std::vector<AttentionTile> tiles = cut(call, all, num_rows, ids);
+  int64_t most_rows = 0, work = 0;
+  for (const AttentionTile& tile : tiles) {
+    const int64_t first = call.oldest(tile.first_position);
+    most_rows = std::max(most_rows, tile.rows());
+    work += tile.rows() * (tile.first_position + tile.positions - first) * (key_width + value_width) * groups;
+  }
+  const bool is_small = work < kSmallWork || kernels.team.num_threads() == 1;
+  const int64_t num_tasks = static_cast<int64_t>(tiles.size()) * groups;
+  Job job{kernels.table, &call, &tiles, 1, 0, nullptr, nullptr};
+  if (is_small || kv_lanes == 1 || num_tasks >= 4 * kernels.team.num_threads() || longest <= kSplitPositions)
+    return run(kernels, is_small, num_tasks, attend_task, job);
+  job.lanes = kv_lanes;
+  job.stride = static_cast<int64_t>(kernels.table->node_floats(call, most_rows));
+  job.nodes = kernels.scratch_of(static_cast<size_t>(num_tasks * job.lanes * job.stride));
+  std::vector<char> is_there(static_cast<size_t>(num_tasks * job.lanes));
+  job.is_there = is_there.data();
+  run(kernels, false, num_tasks * job.lanes, lane_task, job);
+  run(kernels, false, num_tasks, join_task, job);
+}
+
+void write_kv(Kernels& kernels, uintptr_t x, int64_t x_numbers, uintptr_t pool, int64_t pool_bytes, uintptr_t slots,
+              int64_t num_tokens, uintptr_t fresh, int64_t num_fresh, int64_t groups, int64_t width, int64_t kv_block,
+              bool is_bfloat16, int64_t kind) {
+  const KvWrite call{reinterpret_cast<const void*>(x),
+                     reinterpret_cast<uint8_t*>(pool),
+                     reinterpret_cast<const int64_t*>(slots),
+                     num_tokens, groups, width, kv_block,
+                     is_bfloat16 ? Kind::kBfloat16 : Kind::kFloat32, pool_kind(kind)};
+  check_range("tokens", num_tokens, 0, INT32_MAX);
+  check_range("fresh blocks", num_fresh, 0, num_tokens);
+  check_range("groups", groups, 1, 1 << 16);
+  check_range("the width", width, 1, 1 << 14);
+  check_range("kv_block", kv_block, 1, 1 << 12);
+  if (x_numbers != num_tokens * groups * width)
+    fail("new rows have " + text(x_numbers) + " numbers, [" + text(num_tokens) + ", " + text(groups) + ", " +
+         text(width) + "] needs " + text(num_tokens * groups * width));
+  const int64_t block_bytes = groups * kv_block * kv_row_bytes(call.pool_kind, width);
+  const int64_t num_blocks = blocks_of("the pool", pool_bytes, block_bytes);
+  if (num_tokens == 0) return;
+  const int64_t* cleared = reinterpret_cast<const int64_t*>(fresh);
+  if (call.x == nullptr || call.pool == nullptr || call.slots == nullptr || (num_fresh > 0 && cleared == nullptr))
+    fail("a tensor has no storage");
+  for (int64_t i = 0; i < num_tokens; ++i) check_range("a slot", call.slots[i], 0, num_blocks * kv_block - 1);
+  for (int64_t i = 0; i < num_fresh; ++i) check_range("a fresh block", cleared[i], 0, num_blocks - 1);
+  for (int64_t i = 0; i < num_fresh; ++i)
+    std::memset(call.pool + cleared[i] * block_bytes, 0, static_cast<size_t>(block_bytes));
+  kernels.table->write_kv(call, 0, num_tokens, floats_of_thread(static_cast<size_t>(width)));
+}
+
+}  // namespace
+
+void bind_attention(nb::class_<Kernels>& kernels) {
+  kernels
+      .def("attention", attention, nb::call_guard<nb::gil_scoped_release>(), nb::arg("q"), nb::arg("q_numbers"),
+           nb::arg("keys"), nb::arg("key_bytes"), nb::arg("values"), nb::arg("value_bytes"), nb::arg("y"),
+           nb::arg("y_numbers"), nb::arg("sinks"), nb::arg("rows"), nb::arg("num_rows"), nb::arg("tables"),
+           nb::arg("num_ids"), nb::arg("num_tokens"), nb::arg("heads"), nb::arg("groups"), nb::arg("key_width"),
+           nb::arg("value_width"), nb::arg("value_row_width"), nb::arg("kv_block"), nb::arg("kv_lanes"),
+           nb::arg("window"), nb::arg("is_chunked"), nb::arg("scale"), nb::arg("is_bfloat16"), nb::arg("kind"))
+      .def("write_kv", write_kv, nb::call_guard<nb::gil_scoped_release>(), nb::arg("x"), nb::arg("x_numbers"),
+           nb::arg("pool"), nb::arg("pool_bytes"), nb::arg("slots"), nb::arg("num_tokens"), nb::arg("fresh"),
+           nb::arg("num_fresh"), nb::arg("groups"), nb::arg("width"), nb::arg("kv_block"), nb::arg("is_bfloat16"),
+           nb::arg("kind"));
+}
+
+}  // namespace moesaic
