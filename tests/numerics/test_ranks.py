@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +18,10 @@ from moesaic.engine.loop import Engine
 from moesaic.engine.ranks import Ranks
 from moesaic.errors import ConfigError
 from moesaic.sched.request import RequestEvent, SamplingParams
+from moesaic.spec.codec import to_plain
+from moesaic.spec.experts import ExpertPlan, contiguous_plan
 
+NUM_LAYERS = 5  # with experts, 16 each: of `demo`
 PROMPTS = ("Once upon a time", "The dog", "In the morning they all went to the sea, and", "a", "Tom said")
 OPTIONS: dict[str, Any] = {"num_threads": 1, "max_model_len": 256, "kv_bytes": 8_000_000}
 SAMPLINGS = [
@@ -54,8 +59,15 @@ def alone() -> Alone:
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_ranks_answer_as_one_process_does(alone: Alone, num_ranks: int) -> None:
-    with LLM("demo", num_ranks=num_ranks, **OPTIONS) as llm:
+def test_ranks_answer_as_one_process_does_and_end_with_their_controller(
+    alone: Alone, tmp_path: Path, num_ranks: int
+) -> None:
+    """Two with copies of experts and unequal parts, as a placement says; three with equal runs."""
+    placement = tmp_path / "plan.json"
+    placement.write_text(json.dumps(to_plain(uneven_plan())))
+    options = OPTIONS | ({"placement": str(placement)} if num_ranks == 2 else {})
+    with LLM("demo", num_ranks=num_ranks, **options) as llm:
+        processes = processes_of(llm.engine)
         assert answers(llm) == alone.answers
         found = llm.engine.snapshot()
         for name in ("model_digest", "numerics_digest", "backend"):
@@ -65,6 +77,51 @@ def test_ranks_answer_as_one_process_does(alone: Alone, num_ranks: int) -> None:
         # Every rank has the dense weights, and its own experts alone.
         assert alone.snapshot.weight_bytes < found.weight_bytes < num_ranks * alone.snapshot.weight_bytes
         assert choices_of(llm) == alone.choices
+    assert all(process.poll() is not None for process in processes)
+
+
+def uneven_plan() -> ExpertPlan:
+    """For two ranks, of which the second holds about 30 % of the slots; five experts a layer have a copy."""
+    rng = np.random.default_rng(3)
+    layers = [np.concatenate((rng.permutation(16), rng.integers(0, 16, 5))) for _ in range(NUM_LAYERS)]
+    return ExpertPlan(
+        version=4,
+        slot_rank=tuple((rng.random(21) < 0.3).astype(np.int64) for _ in layers),
+        slot_expert=tuple(layers),
+        slot_slice=tuple(np.zeros(21, dtype=np.int64) for _ in layers),
+        slot_share=tuple(1.0 / np.bincount(ids, minlength=16)[ids] for ids in layers),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slot_expert": [[0] * 16]}, "same number of layers|it has 1 layers, the model has"),
+        ({"version": "x"}, "version"),
+        (None, "not valid JSON"),
+    ],
+)
+def test_placements_that_do_not_fit_are_refused(
+    tmp_path: Path, change: dict[str, Any] | None, message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    plan = to_plain(contiguous_plan((16,) * NUM_LAYERS, 2))
+    path.write_text("{" if change is None else json.dumps(plan | change))
+    with pytest.raises(ConfigError, match=message):
+        LLM("demo", num_ranks=2, placement=str(path), **OPTIONS)
+
+
+def test_a_placement_for_other_ranks_names_both_ways_out(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(to_plain(contiguous_plan((16,) * NUM_LAYERS, 4))))
+    with pytest.raises(
+        ConfigError, match=r"for 4 ranks, this engine has 2; ask for --ranks 4, or .* --gpus 2"
+    ):
+        LLM("demo", num_ranks=2, placement=str(path), **OPTIONS)
+    with pytest.raises(ConfigError, match="ask for several with --ranks"):
+        LLM("demo", placement=str(path), **OPTIONS)
+    with pytest.raises(ConfigError, match=r"absent\.json: cannot be read"):
+        LLM("demo", num_ranks=2, placement=str(tmp_path / "absent.json"), **OPTIONS)
 
 
 def test_a_rank_that_dies_ends_every_request_with_its_name_and_leaves_no_process() -> None:
@@ -82,14 +139,6 @@ def test_a_rank_that_dies_ends_every_request_with_its_name_and_leaves_no_process
         assert "rank 1 did not answer" in str(event.error)
         assert "can be sent again" in str(event.error)
     assert not llm.engine.snapshot().is_ready
-    llm.close()
-    assert all(process.poll() is not None for process in processes)
-
-
-def test_ranks_end_with_their_controller() -> None:
-    llm = LLM("demo", num_ranks=2, **OPTIONS)
-    processes = processes_of(llm.engine)
-    assert all(process.poll() is None for process in processes)
     llm.close()
     assert all(process.poll() is not None for process in processes)
 

@@ -23,6 +23,7 @@ from moesaic.cli.options import (
     MaxNumSeqs,
     Model,
     NumericsName,
+    Placement,
     Ranks,
     Threads,
     with_options,
@@ -137,6 +138,7 @@ def throughput_command(
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
     ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
+    placement: Placement = None,
 ) -> None:
     """Measure an engine in this process."""
     plan, slo = options.plan(), options.slo()
@@ -155,6 +157,7 @@ def throughput_command(
         kv_format=kv_format,
         num_threads=threads,
         num_ranks=ranks,
+        placement=placement,
     ) as llm:
         engine = llm.engine
         load = options.load(vocab=engine.spec.vocab, max_model_len=engine.max_model_len)

@@ -18,6 +18,7 @@ from moesaic.cli.options import (
     KvFormatName,
     Model,
     NumericsName,
+    Placement,
     Ranks,
     Threads,
 )
@@ -62,6 +63,7 @@ def generate_command(
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
     ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
+    placement: Placement = None,
 ) -> None:
     """Continue a prompt on the terminal."""
     stated = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
@@ -88,6 +90,7 @@ def generate_command(
         kv_format=kv_format,
         num_threads=threads,
         num_ranks=ranks,
+        placement=placement,
     ) as llm:
         prompt_ids = _encode_chat(llm, text) if chat else llm.encode(text)
         completion = _stream(llm, prompt_ids, sampling, write=None if as_json else _write)

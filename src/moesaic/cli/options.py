@@ -41,6 +41,10 @@ Threads = Annotated[
 Ranks = Annotated[
     int, typer.Option(min=1, help="Processes that share the experts, each with requests of its own.")
 ]
+Placement = Annotated[
+    str | None,
+    typer.Option(help="File of moesaic balance -o: which rank holds which experts [default: equal runs]."),
+]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")]
 
 

@@ -21,6 +21,7 @@ from moesaic.cli.options import (
     MaxNumSeqs,
     Model,
     NumericsName,
+    Placement,
     Ranks,
     Threads,
     defaults_of,
@@ -66,6 +67,7 @@ def serve_command(
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
     ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
+    placement: Placement = None,
     generation_config: Annotated[
         str,
         typer.Option(help="auto: sampling defaults are those of the model's generation_config.json; none."),
@@ -108,6 +110,7 @@ def serve_command(
         kv_bytes=None if kv_bytes is None else parse_bytes(kv_bytes),
         num_threads=threads,
         num_ranks=ranks,
+        placement=placement,
     )
     defaults = SamplingDefaults.load(folder) if generation_config == "auto" else SamplingDefaults()
     _serve(located, config, settings, defaults, host=host, port=port)

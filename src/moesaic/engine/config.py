@@ -64,6 +64,7 @@ class EngineConfig:
     has_prefix_cache: bool = True
     trace_routes: bool = False  # report which experts every token chose
     num_ranks: int = 1  # processes that share the experts; each computes requests of its own
+    placement: str | None = None  # file that says which rank holds which experts; None: equal runs
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -85,6 +86,8 @@ class EngineConfig:
                 f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): each running request takes a token of every step"
             )
+        if self.placement is not None and self.num_ranks == 1:
+            raise ConfigError("a placement says which rank holds which experts: ask for several with --ranks")
 
     @classmethod
     def parse(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:

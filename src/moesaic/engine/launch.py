@@ -9,7 +9,7 @@ from typing import Any
 
 from moesaic.engine.config import EngineConfig, ResolvedConfig, read_environment
 from moesaic.engine.grammar import Grammars
-from moesaic.engine.layout import check_layout, data_parallel, describe_layout
+from moesaic.engine.layout import check_layout, data_parallel, describe_layout, read_plan
 from moesaic.engine.link import Link, LocalLink
 from moesaic.engine.loop import Engine, Facts
 from moesaic.engine.machine import read_machine
@@ -118,11 +118,12 @@ def _start_on_ranks(config: EngineConfig, tokenizer_digest: str, grammars: Gramm
     machine, layout = read_machine(), data_parallel(config.num_ranks)
     spec = read_spec(config.model)
     check_layout(layout, spec)
+    plan = None if config.placement is None else read_plan(config.placement, config.num_ranks, spec)
     setups = [
         RankSetup(
             config=config,
             layout=layout,
-            plan=None,
+            plan=plan,
             num_threads=max(1, config.threads(machine) // config.num_ranks),
             available_bytes=machine.available_bytes // config.num_ranks,
             grammars=grammars,

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from moesaic.errors import ConfigError
-from moesaic.spec.deployment import Grid, Layout
+from moesaic.spec.codec import from_plain
+from moesaic.spec.deployment import Grid, Layout, check_plan
+from moesaic.spec.experts import ExpertPlan
 from moesaic.spec.model import ModelSpec
+
+MAX_PLAN_BYTES = 64 * 2**20  # guess: 100 layers of 1,000 slots are 8 MB
 
 
 def data_parallel(num_ranks: int) -> Layout:
@@ -28,6 +35,43 @@ def check_layout(layout: Layout, spec: ModelSpec) -> None:
             f"{layout.num_ranks} ranks for {fewest} experts a layer: some would hold none; use at most "
             f"{fewest} ranks"
         )
+
+
+def read_plan(path: str, num_ranks: int, spec: ModelSpec) -> ExpertPlan:
+    """The placement that `moesaic balance -o` wrote, for this model and these ranks.
+
+    Raises: ConfigError for a file that is none, and for a plan of other layers, experts or ranks.
+    """
+    file, where = Path(path), f"placement {path}"
+    try:
+        if file.stat().st_size > MAX_PLAN_BYTES:
+            raise ConfigError(f"{where}: {file.stat().st_size} bytes, a plan has at most {MAX_PLAN_BYTES}")
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: cannot be read ({error.strerror}); give a file of moesaic balance -o"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid JSON ({error}); write it by moesaic balance -o") from error
+    plan = from_plain(ExpertPlan, data, where=where)
+    counts = [moe.num_experts for _, moe in spec.moe_layers]
+    if len(plan.slot_expert) != len(counts):
+        raise ConfigError(
+            f"{where}: it has {len(plan.slot_expert)} layers, the model has {len(counts)} with experts; give "
+            "balance a load of this model"
+        )
+    if plan.num_ranks != num_ranks:
+        raise ConfigError(
+            f"{where}: it is for {plan.num_ranks} ranks, this engine has {num_ranks}; ask for --ranks "
+            f"{plan.num_ranks}, or balance for --gpus {num_ranks}"
+        )
+    check_plan(plan, num_ranks=num_ranks)
+    for layer, (ids, count) in enumerate(zip(plan.slot_expert, counts, strict=True)):
+        if sorted(set(ids.tolist())) != list(range(count)):
+            raise ConfigError(
+                f"{where}: sparse layer {layer} must place experts 0 to {count - 1}, each once or more"
+            )
+    return plan
 
 
 def describe_layout(layout: Layout) -> str:
