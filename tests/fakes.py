@@ -119,6 +119,7 @@ class FakeEngine:
         step_s: float = 0.0,
         max_waiting: int = 10_000,
         fail_after: int | None = None,
+        is_lost: bool = False,
         failure: str = "logits are not finite",
         pause_after: int | None = None,
         logprob: float = -0.5,
@@ -135,7 +136,7 @@ class FakeEngine:
         self.num_cached_tokens = num_cached_tokens
         self.windows: list[float | None] = []
         self._answer, self._step_s, self._max_waiting = answer, step_s, max_waiting
-        self._failure = failure
+        self._failure, self._is_lost = failure, is_lost
         self._fail_after, self._pause_after, self._logprob = fail_after, pause_after, logprob
         self._running: dict[str, _Running] = {}
         self._totals = {"prompt": 0, "output": 0, "steps": 0}
@@ -251,7 +252,7 @@ class FakeEngine:
             for running in batch:
                 event = running.next_event(self._logprob, self._fail_after, self.num_cached_tokens)
                 if event.finish_reason == "error":
-                    event = replace(event, error=self._failure)
+                    event = replace(event, error=self._failure, is_retriable=self._is_lost)
                 with self._lock:
                     if self._running.get(running.request.request_id) is not running:
                         continue

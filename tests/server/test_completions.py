@@ -429,6 +429,13 @@ def test_an_error_before_the_answer_has_a_status(make_server: Callable[..., Serv
     assert server.engine.wait_idle()
 
 
+def test_an_engine_that_lost_a_part_says_that_another_may_answer(make_server: Callable[..., Server]) -> None:
+    server = make_server(fail_after=0, is_lost=True)
+    answer = server.post("/v1/completions", {"prompt": "the"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert int(answer.headers["Retry-After"]) >= 1
+
+
 def test_continue_final_message_and_template_variables(server: Server) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
     server.post("/v1/chat/completions", {"messages": messages, "continue_final_message": True})

@@ -18,7 +18,7 @@ from moesaic.engine.config import ResolvedConfig
 from moesaic.engine.grammar import Grammars
 from moesaic.engine.link import Link
 from moesaic.engine.load_window import LoadWindow
-from moesaic.errors import Overloaded, RequestError
+from moesaic.errors import MoesaicError, Overloaded, RequestError
 from moesaic.log import get_logger
 from moesaic.obs.names import SPANS
 from moesaic.sched.request import Request, RequestEvent
@@ -163,19 +163,26 @@ class Engine:
     # -- the loop, its own thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        end = "the engine was closed before the request ended: send it again to one that runs"
+        end, is_retriable = (
+            "the engine was closed before the request ended: send it again to one that runs",
+            False,
+        )
         try:
             while self._turn():
                 pass
         except Exception as error:  # noqa: BLE001 - the loop's last resort: nobody may wait for ever
             _log.exception("the engine loop failed: every request ends, the engine is no longer ready")
             end = f"the engine failed: {type(error).__name__}: {error}"
+            is_retriable = isinstance(error, MoesaicError) and error.is_retriable
         with self._lock:
             if self._is_closing and self._missed_s is not None:
                 allowed = f"{self._missed_s:g} s"
                 end = f"the request did not end within the drain time-out of {allowed}: send it again"
             self._end = end
-            left = [RequestEvent(request_id=i, finish_reason="error", error=end) for i in self._owners]
+            left = [
+                RequestEvent(request_id=i, finish_reason="error", error=end, is_retriable=is_retriable)
+                for i in self._owners
+            ]
             events = [*self._take_outbox(), *left]
         self._tell(events)
         self._link.close()

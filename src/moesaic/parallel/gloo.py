@@ -6,6 +6,7 @@ that of the exchanges, whoever looks at what when.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from moesaic.errors import PeerLost
 from moesaic.parallel.mesh import Mesh
 from moesaic.parallel.transport import Arrival, Purpose, Traffic, Transport
 
@@ -74,7 +74,7 @@ class _GlooArrival(Arrival):
             return
         if self._before is not None:  # bytes travel in the order of the exchanges
             self._before.wait(timeout_s)
-        timeout = timedelta(seconds=timeout_s)
+        timeout, began_s = timedelta(seconds=timeout_s), time.monotonic()
         try:
             if self._bytes is None:
                 self._sizes_work.wait(timeout)
@@ -82,11 +82,8 @@ class _GlooArrival(Arrival):
             self._bytes.wait(timeout)
         except RuntimeError as error:
             rank = self._mesh.missing(f"{self._purpose.stage} of layer {self._purpose.layer_idx}")
-            if rank is None:
-                raise PeerLost(
-                    rank=-1, layer_idx=self._purpose.layer_idx, stage=self._purpose.stage, seconds=timeout_s
-                ) from error
-            raise self._purpose.lost(rank, timeout_s) from error
+            seconds = time.monotonic() - began_s
+            raise self._purpose.lost(-1 if rank is None else rank, seconds) from error
         self._is_over, self._before = True, None
 
     def take(self) -> list[Tensor]:

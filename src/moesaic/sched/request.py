@@ -126,6 +126,7 @@ class RequestEvent:
     stop_token_id: int | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     error: str | None = None
+    is_retriable: bool = False  # the error is none of the request's: another engine may answer it
     routes: IntArray | None = None  # [T, num_moe_layers, K] for the tokens of this step, only when traced
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moesaic.errors import MoesaicError, RequestError
 from moesaic.sched.request import FinishReason, Logprobs, Request, RequestEvent
-from moesaic.server.problem import GenerationError
+from moesaic.server.problem import EngineLost, GenerationError
 from moesaic.text.answer import AnswerText
 from moesaic.text.grammar import UNUSABLE
 from moesaic.text.tokenizer import Tokenizer
@@ -77,7 +77,8 @@ class ChoiceReader:
             reason = event.error or "the engine cancelled the request"
             if reason.startswith(UNUSABLE):
                 raise RequestError(f"{reason} (tokens made: {self.num_tokens})", param="response_format")
-            raise GenerationError(f"generation failed: {reason} (tokens made: {self.num_tokens})")
+            kind = EngineLost if event.is_retriable else GenerationError
+            raise kind(f"generation failed: {reason} (tokens made: {self.num_tokens})")
         if event.num_cached_tokens:
             self.num_cached_tokens = event.num_cached_tokens
         if event.prompt_logprobs is not None:

@@ -44,6 +44,12 @@ class GenerationError(MoesaicError):
     """The engine gave up on a request that it had accepted."""
 
 
+class EngineLost(GenerationError):
+    """It did so because a part of the engine was lost: another one may answer."""
+
+    is_retriable = True
+
+
 def problem_of(error: Exception, *, is_draining: bool = False) -> Problem:
     """How an error is answered. Unexpected ones say nothing of the inside; the log does."""
     match error:
@@ -65,6 +71,8 @@ def problem_of(error: Exception, *, is_draining: bool = False) -> Problem:
             )
         case KvExhausted():
             return Problem(status=400, message=str(error), code="context_length_exceeded")
+        case EngineLost():
+            return unavailable(str(error))
         case GenerationError():
             return Problem(status=500, message=str(error), kind="server_error", code="generation_failed")
         case CapacityError():
