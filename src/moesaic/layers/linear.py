@@ -20,11 +20,13 @@ class Linear:
     def __init__(self, weight_FD: Weight, bias_F: Tensor | None, ops: Ops, *, is_inner: bool = False) -> None:
         self.weight_FD = weight_FD
         self.bias_F = bias_F
-        self._apply = ops.linear_inner if is_inner else ops.linear
+        self._ops = ops
+        self._is_inner = is_inner
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, F] in the seam dtype."""
-        return self._apply(x_TD, self.weight_FD, self.bias_F)
+        apply = self._ops.linear_inner if self._is_inner else self._ops.linear
+        return apply(x_TD, self.weight_FD, self.bias_F)
 
 
 class WeightSet:
