@@ -12,6 +12,7 @@ from moesaic.planner.plan import Plan
 from moesaic.planner.pools import layout_name
 
 GROWTH = 4  # concurrency is first tried at powers of this
+LEAST_GAIN = 0.005  # less is shown as 0 %, and no single part of it as anything
 HALVINGS = 3  # where the verdict changes between two of them, their distance is halved this often
 
 
@@ -143,10 +144,14 @@ def _why(verdict: Verdict) -> tuple[float | None, str]:
         return None, f"{where} no layout {way} expert parallelism serves what is asked"
     ratio = taken.value / other.value
     text = f"{where} {_name(taken)} over {_name(other)}: "
-    if ratio <= 1.0 + 1e-9:
-        less = f"{1.0 - ratio:.1%} less" if ratio < 1.0 - 1e-9 else "as much"
-        return 0.0, f"{text}{less}, and what is within {CLOSE:.0%} is equal: {why_taken(taken, other)}"
-    return ratio - 1.0, text + _argument(taken, other, verdict.demand)
+    gain = max(ratio - 1.0, 0.0)
+    if ratio < 1.0 - CLOSE:
+        return gain, f"{text}{1.0 - ratio:.1%} less, but nearer to what no layout meets"
+    if ratio < 1.0 + LEAST_GAIN:
+        more = f"{abs(ratio - 1.0):.1%} {'more' if gain else 'less'}"
+        apart = "as much" if more.startswith("0.0%") else more
+        return gain, f"{text}{apart}, and what is within {CLOSE:.0%} is equal: {why_taken(taken, other)}"
+    return gain, text + _argument(taken, other, verdict.demand)
 
 
 def _argument(taken: Plan, other: Plan, demand: Demand) -> str:
@@ -174,7 +179,7 @@ def _argument(taken: Plan, other: Plan, demand: Demand) -> str:
     return {
         "flights": f"{flights[0]} requests in flight instead of {flights[1]} within memory and objectives",
         "cost": f"less to pay for: {devices[0]} devices instead of {devices[1]}",
-        "prefill": f"decoding waits for prompts less: {rates[0]:.0%} of its pace instead of {rates[1]:.0%}",
+        "prefill": f"decoding waits for prompts less: {rates[0]:.1%} of its pace instead of {rates[1]:.1%}",
     }[best]
 
 

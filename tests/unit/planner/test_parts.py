@@ -2,6 +2,7 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from moesaic.cost.two_sided import Sides, TwoSides, two_sided_memory, two_sided_
 from moesaic.errors import ConfigError
 from moesaic.interop.load_file import read_dump
 from moesaic.planner.compare import CLOSE
+from moesaic.planner.concurrency import Verdict, bands
 from moesaic.planner.demand import Demand, stretched, unit_cost
 from moesaic.planner.deployment import deployment_of
 from moesaic.planner.disaggregate import MICRO_BATCHES, grids
@@ -128,6 +130,26 @@ def test_bands_cover_every_concurrency_once_and_agree_with_the_answer(name, mach
         else:
             words = "equal|in flight instead of|less to pay|waits for prompts less|no layout|one device"
             assert re.search(words, band.reason)
+
+
+def test_the_reason_of_a_verdict_is_as_large_as_its_gain():
+    whole = question("qwen3-30b-a3b", "h100x2", isl=512, osl=256)
+    answer = search(whole)
+    for ratio, words in {
+        0.5: "50.0% less, but nearer to what no layout meets",
+        0.985: "1.5% less, and what is within 2% is equal: ",
+        1.0 + 1e-6: "as much, and what is within 2% is equal: ",
+        1.004: "0.4% more, and what is within 2% is equal: ",
+        1.006: " instead of ",
+    }.items():
+        plans = replace(answer.best, value=ratio), replace(answer.other_way, value=1.0)
+        verdict = Verdict(
+            concurrency=4, demand=answer.demand, use_ep=answer.best.use_ep, is_answer=True,
+            plans=partial(tuple, plans),
+        )  # fmt: skip
+        (band,) = bands(lambda _: None, verdict)
+        assert band.gain == max(ratio - 1.0, 0.0)
+        assert words in band.reason
 
 
 def test_a_verdict_is_that_of_the_question_at_its_concurrency():
