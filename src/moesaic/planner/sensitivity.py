@@ -111,10 +111,10 @@ def _pricer(cluster: Cluster, question: Question) -> Pricer:
 
 
 def _block(pool: Pool) -> Block:
+    # The column stands for experts outside the devices, and without them its times are corrected.
+    knobs = COLUMNS if pool.residency is None else (*COLUMNS, "num_offloaded")
     columns: dict[str, FloatArray] = {
-        knob: np.array([float(size)])
-        for knob, size in pool.layout.items()
-        if knob in (*COLUMNS, "num_offloaded")
+        knob: np.array([float(size)]) for knob, size in pool.layout.items() if knob in knobs
     }
     return Block(columns=columns, num_micro_batches=pool.layout["num_micro_batches"], choice=pool.choice)
 

@@ -13,6 +13,8 @@ from moesaic.planner.pools import Refused, decode_rows
 from moesaic.planner.price import pricer_of
 from moesaic.planner.question import clusters_of, format_choices
 from moesaic.planner.residency import offloaded_blocks
+from moesaic.planner.search import Question, search
+from moesaic.planner.sensitivity import FACTORS, sensitivities
 from moesaic.planner.space import blocks
 from moesaic.spec.families import read_config
 from moesaic.spec.locate import locate
@@ -75,3 +77,19 @@ def test_experts_outside_the_devices_are_priced_without_it():
     block = offloaded_blocks(pricer.model, pricer.cluster, choices, {})[0]
     assert pricer.level(choices[0].formats, demand, "serve") != 1.0
     assert pricer.level_of(block, demand, "serve") == 1.0
+
+
+def test_other_rates_start_from_the_corrected_times():
+    """Every way to deploy, under the rates of the file, takes the time that the plan says."""
+    name, cards = "qwen3-30b-a3b", clusters_of(["h100x3"], ())
+    spec = read_config(locate(name).config, name=name)
+    asked = Question(
+        model=spec, clusters=cards, demand=Demand(isl=1024, osl=1024, tpot_s=0.02), profile="calibrated",
+        shares=skewed(spec), choices=format_choices(spec, "stored", "bfloat16", None),
+    )  # fmt: skip
+    ways = search(asked).ways
+    assert {"in one node", "prefill apart", "attention and experts apart"} <= set(ways)
+    for plan in ways.values():
+        for one in sensitivities(plan, asked):
+            if one.name != "skew":
+                assert one.tpot_s[FACTORS.index(1.0)] == pytest.approx(plan.token_s, rel=1e-9)
