@@ -90,8 +90,13 @@ class Pricer:
         return step_seconds(self.prefill_cost(block, prompts, demand))
 
     def level_of(self, block: Block, demand: Demand, role: PoolRole) -> float:
-        """`level`, where what was measured can say it: not of experts in host memory."""
-        return 1.0 if "num_offloaded" in block.columns else self.level(block.choice.formats, demand, role)
+        """`level`, where what was measured can say it: not of experts in host memory.
+
+        Those are priced by themselves, but never below what the same devices are known to take longer: no
+        layout is to look faster for having experts elsewhere.
+        """
+        level = self.level(block.choice.formats, demand, role)
+        return max(level, 1.0) if "num_offloaded" in block.columns else level
 
     def level(self, formats: Formats, demand: Demand, role: PoolRole) -> float:
         """How much longer tokens were measured to take than they are priced: one factor for all layouts.

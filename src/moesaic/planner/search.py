@@ -102,13 +102,20 @@ def search(question: Question) -> Answer:
     missed: tuple[str, ...] = ()
     demand = question.demand
     choices = collect(pricers, spaces, question, demand, refused)
-    choices = choices or _beyond_devices(pricers, question, demand)
+    # No limit on a time is held by moving experts away from where they are computed.
+    untimed = replace(demand, tpot_s=None, ttft_s=None)
+    has_room = bool(choices) or (
+        untimed != demand and bool(collect(pricers, spaces, question, untimed, Refused({})))
+    )
+    if not has_room:
+        choices = _beyond_devices(pricers, question, demand)
     for dropped in _relaxations(demand):
         if choices:
             break
         missed, demand = dropped, question.demand.without(dropped)
         choices = collect(pricers, spaces, question, demand, Refused({}))
-        choices += _beyond_devices(pricers, question, demand)
+        if not choices or (dropped == ("concurrency",) and not has_room):
+            choices += _beyond_devices(pricers, question, demand)
     if not choices:
         raise CapacityError(_nothing_fits(question, refused))
     ranking = Ranking.of(choices, missed)
@@ -205,8 +212,7 @@ def collect(
 
 
 def _beyond_devices(pricers: Sequence[Pricer], question: Question, demand: Demand) -> list[Choices]:
-    """Servers of both phases with experts in host memory or on disk: where nothing else holds the
-    objectives."""
+    """Servers of both phases with experts in host memory or on disk: where nothing else has the room."""
     found = []
     for pricer in pricers:
         space = offloaded_blocks(pricer.model, pricer.cluster, question.choices, question.pins)

@@ -71,12 +71,31 @@ def test_a_plan_has_the_interval_of_corrected_times():
     assert low < 1 < high
 
 
-def test_experts_outside_the_devices_are_priced_without_it():
+def test_experts_outside_the_devices_are_priced_without_what_makes_them_sooner():
     pricer, choices = calibrated_pricer("rtx4090", "qwen3-30b-a3b")
-    demand = Demand(isl=1024, osl=256)
     block = offloaded_blocks(pricer.model, pricer.cluster, choices, {})[0]
-    assert pricer.level(choices[0].formats, demand, "serve") != 1.0
-    assert pricer.level_of(block, demand, "serve") == 1.0
+    for isl, osl, is_longer in ((1024, 1024, True), (8192, 256, False)):
+        demand = Demand(isl=isl, osl=osl)
+        level = pricer.level(choices[0].formats, demand, "serve")
+        assert (level > 1.0) == is_longer
+        assert pricer.level_of(block, demand, "serve") == (level if is_longer else 1.0)
+
+
+def test_a_limit_below_every_time_moves_no_expert_off_the_devices():
+    """Devices with room: what is nearest to a limit that nothing holds has its experts on them."""
+    name, (cards,) = "qwen3-30b-a3b", clusters_of(["h100"], ())
+    spec = read_config(locate(name).config, name=name)
+    asked = Question(
+        model=spec, clusters=(cards,), demand=Demand(isl=1024, osl=1024, objective="latency"),
+        profile="calibrated", shares=skewed(spec), choices=format_choices(spec, "stored", "bfloat16", None),
+    )  # fmt: skip
+    fastest = search(asked).best
+    least = {"tpot_s": fastest.token_s, "ttft_s": float(fastest.ttft.value)}
+    for limit, seconds in least.items():
+        demand = Demand(isl=1024, osl=1024, **{limit: seconds * 0.95})
+        found = search(replace(asked, demand=demand))
+        assert found.missed == (limit,)
+        assert found.best.decoder.layout["num_offloaded"] == 0
 
 
 def test_other_rates_start_from_the_corrected_times():
