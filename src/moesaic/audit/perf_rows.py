@@ -90,8 +90,12 @@ def read_perf_rows(path: Path) -> PerfTable:
         found = _read_row(line if is_aggregated else _decoder(line))
         if isinstance(found, str):
             dropped[found if is_aggregated else f"disaggregated: {found}"] += 1
+        elif is_aggregated:
+            rows.append(found)
+        elif spec_of(found.model).moe_layers:
+            decoders.append(found)
         else:
-            (rows if is_aggregated else decoders).append(found)
+            dropped["disaggregated: dense model"] += 1
     if not rows:
         reasons = (
             "; ".join(f"{reason}: {count}" for reason, count in dropped.most_common()) or "it has no rows"

@@ -85,9 +85,15 @@ def test_pools_that_only_decode_are_a_table_of_their_own(tmp_path: Path) -> None
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*COLUMNS, *(f"decode_{name}" for name in names)])
         writer.writeheader()
-        writer.writerows([GOOD, GOOD | {"isl": "8192"}, apart])
+        dense = {
+            "model_path": "meta-llama/Llama-3.1-8B",
+            "decode_moe_tp_size": "1",
+            "decode_moe_ep_size": "1",
+        }
+        writer.writerows([GOOD, GOOD | {"isl": "8192"}, apart, apart | dense])
     table = read_perf_rows(path)
-    assert (len(table.rows), len(table.decoders), table.dropped) == (2, 1, {})
+    assert (len(table.rows), len(table.decoders)) == (2, 1)
+    assert table.dropped == {"disaggregated: dense model": 1}
     (alone,) = table.decoders
     assert (alone.batch, alone.tp, alone.expert_tp) == (16, 8, 8)
     found = accuracy(path)
