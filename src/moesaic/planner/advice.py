@@ -17,6 +17,7 @@ from moesaic.errors import ConfigError
 from moesaic.planner.demand import Demand
 from moesaic.spec.hardware import Cluster
 from moesaic.spec.model import ModelSpec
+from moesaic.units import format_bytes
 
 EXCHANGE_LIMIT = 0.35
 """Share of a step in exchanges above which it counts as bound by them. Source: the lecture notes' alert."""
@@ -50,7 +51,7 @@ def suitability(model: ModelSpec, cluster: Cluster, demand: Demand) -> tuple[Adv
     need = sum(weight_bytes(model).values())
     found = [Advice(
         topic="memory", holds=need <= have,
-        reason=f"all {need / 1e9:.3g} GB of weights are kept, {have / 1e9:.3g} GB are usable",
+        reason=f"all {format_bytes(need)} of weights are kept, {format_bytes(have)} are usable",
     )]  # fmt: skip
     if demand.concurrency is not None:
         rows, ratio = demand.concurrency / max(sparsity(moe) for moe in moes), max(map(sparsity, moes))
@@ -101,8 +102,8 @@ def habits(
         ),
         Advice(
             topic="formats", holds=can_narrow,
-            reason=f"experts are stored in {stored.bits:g} bits; 8 halve what is read and sent, before any "
-            "layout" if can_narrow else f"experts are stored in {stored.bits:g} bits",
+            reason=f"experts are stored in {stored.bits:.3g} bits; 8 halve what is read and sent, before any "
+            "layout" if can_narrow else f"experts are stored in {stored.bits:.3g} bits",
         ),
         Advice(
             topic="expert parallelism", holds=ratio * slower < 1.0,
