@@ -44,7 +44,7 @@ def emit_command(
         typer.Option("--model", help="What the engine is to load [default: the preset of the same model]."),
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option("--gpus-per-node", min=1, help="[default: the machine's]")
+        int | None, typer.Option("--gpus-per-node", min=1, help="[default: the plan's]")
     ] = None,
     kubernetes: Annotated[
         bool, typer.Option("--kubernetes", help="Also a LeaderWorkerSet manifest.")

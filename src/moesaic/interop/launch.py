@@ -19,7 +19,7 @@ from moesaic.interop.inventory import Inventory
 from moesaic.placement.pack import placed_slots
 from moesaic.spec.deployment import Deployment, Instance, Layout
 from moesaic.spec.experts import ExpertPlan, Phase
-from moesaic.spec.hardware import MACHINES, machine
+from moesaic.spec.hardware import node_devices
 from moesaic.spec.model import ModelSpec
 
 HEAD = "${HEAD:?address of the first node}"
@@ -196,7 +196,7 @@ def _shape(
     ep, expert_tp = layout.experts.size("ep"), layout.experts.size("tp")
     slots = max((len(ids) for ids in instance.plan.slot_expert), default=0) // expert_tp
     redundant = max(slots - experts, 0)
-    node = per_node or _devices_per_node(instance.machines["attention"])
+    node = per_node or node_devices(instance.machines["attention"]) or DEFAULT_DEVICES_PER_NODE
     if layout.is_split:
         ep, expert_tp = _joined_ranks(layout, tp * kvp, node), 1
         dp, redundant = ep // (tp * kvp), -experts % ep
@@ -227,10 +227,6 @@ def _joined_ranks(layout: Layout, replica: int, node: int) -> int:
     larger = max(len(layout.attention.ranks), len(layout.experts.ranks))
     ranks = layout.num_ranks if layout.num_ranks <= node or layout.num_ranks % node == 0 else larger
     return max(ranks // replica, 1) * replica
-
-
-def _devices_per_node(name: str) -> int:
-    return machine(name).num_devices_per_node if name in MACHINES else DEFAULT_DEVICES_PER_NODE
 
 
 def common_lacks(shape: Shape, title: str) -> list[Lack]:

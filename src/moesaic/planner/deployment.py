@@ -96,7 +96,7 @@ def _instance(pool: Pool, experts: Pool, model: ModelSpec, shares: ExpertShares 
     )  # fmt: skip
     return Instance(
         name="decode" if pool.role == "attention" else pool.role, phases=PHASES[pool.role], count=pool.count,
-        machines={"attention": pool.cluster.machine.name, "expert": experts.cluster.machine.name},
+        machines={"attention": pool.cluster.node, "expert": experts.cluster.node},
         layout=layout,
         plan=expert_plan(model, theirs["ep"], theirs["expert_tp"], theirs["num_redundant"], shares),
         tiers=_tiers(pool, model),

@@ -166,7 +166,7 @@ class Instance:
     name: str
     phases: frozenset[Phase]
     count: int
-    machines: Mapping[Role, str]
+    machines: Mapping[Role, str]  # a node of each: `h200x8`, or `h200` with as many devices as its file says
     layout: Layout
     plan: ExpertPlan
     tiers: TierPlan = field(default_factory=TierPlan)

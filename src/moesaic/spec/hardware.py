@@ -140,8 +140,26 @@ class Cluster:
         domain = int(self.machine.number("num_devices_per_link_domain", 1))
         return min(self.num_devices, max(self.devices_per_node, domain))
 
+    @property
+    def node(self) -> str:
+        """One of its nodes, as a deployment names it: `h200x8`."""
+        return f"{self.machine.name}x{self.devices_per_node}"
+
     def __str__(self) -> str:
-        return f"{self.machine.name}x{self.devices_per_node}x{self.num_nodes}"
+        return f"{self.node}x{self.num_nodes}"
+
+
+def node_devices(node: str) -> int | None:
+    """Devices of a node in a deployment: of `h200x4` as it says, of `h200` by its file; None: not known.
+
+    Raises: ConfigError for a node without a device.
+    """
+    match = re.fullmatch(r".+x(\d+)", node)
+    if match is None:
+        return machine(node).num_devices_per_node if node in MACHINES else None
+    if int(match[1]) < 1:
+        raise ConfigError(f"a node needs at least 1 device, and {node!r} names {match[1]}")
+    return int(match[1])
 
 
 def cluster(text: str, extra: Path | None = None) -> Cluster:

@@ -118,12 +118,13 @@ def test_a_missed_objective_is_exit_3_and_a_met_one_is_0() -> None:
 def test_a_deployment_file_brings_its_own_layout(tmp_path: Path) -> None:
     path = tmp_path / "deployment.json"
     planned = CliRunner().invoke(
-        build_app("plan"), ["plan", "olmoe-1b-7b", "--machine", "h200x2", "--layout", "tp=2", "-o", str(path)]
+        build_app("plan"),
+        ["plan", "olmoe-1b-7b", "--machine", "h200x1x2", "--layout", "tp=2", "-o", str(path)],
     )
     assert planned.exit_code == 0, planned.output
     done = run("serve", "olmoe-1b-7b", "--deployment", str(path), "--requests", "3")
     assert done.exit_code == 0, done.output
-    assert done.stdout.startswith("olmoe-1b-7b on h200x2x1, tp=2")
+    assert done.stdout.startswith("olmoe-1b-7b on h200x1x2, tp=2")
     other = run("serve", "qwen3-30b-a3b", "--deployment", str(path))
     assert "the deployment is of another model" in str(other.exception)
 

@@ -215,6 +215,12 @@ def test_what_no_line_can_say_is_an_error():
     assert emit(odd, "sglang", model="m", spec=V3, devices_per_node=4).launches[2].num_nodes == 3
 
 
+def test_nodes_are_those_of_the_plan():
+    four = deployment(V3, instance(V3, dp=16, ep=16, machine="h200x4"), formats=FP8)
+    assert emit(four, "sglang", model="m", spec=V3).launches[0].num_nodes == 4
+    assert emit(four, "sglang", model="m", spec=V3, devices_per_node=8).launches[0].num_nodes == 2
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_manifest_has_a_set_and_a_service_for_each_instance(engine):
     yaml = pytest.importorskip("yaml")

@@ -7,7 +7,7 @@ import pytest
 
 from moesaic.cost.roofline import compute_dtype
 from moesaic.errors import ConfigError
-from moesaic.spec.hardware import MACHINES, cluster, dump_machine, machine, read_machine
+from moesaic.spec.hardware import MACHINES, cluster, dump_machine, machine, node_devices, read_machine
 
 GOOD = """
 name = "box"
@@ -89,6 +89,14 @@ def test_products_fall_back_to_the_rate_there_is(tmp_path: Path) -> None:
         "bfloat16",
         "fp8",
     )
+
+
+def test_a_node_says_its_devices_or_its_machine_does() -> None:
+    assert cluster("h200x4x2").node == "h200x4"
+    assert (node_devices("h200x4"), node_devices("h200"), node_devices("mi300x")) == (4, 8, 8)
+    assert (node_devices("box"), node_devices("boxx3")) == (None, 3)  # a machine of one's own
+    with pytest.raises(ConfigError, match="'h200x0' names 0"):
+        node_devices("h200x0")
 
 
 def test_clusters_and_names_that_hold_an_x() -> None:

@@ -23,7 +23,7 @@ from moesaic.planner.sim.step_time import StepCase
 from moesaic.planner.space import Knob
 from moesaic.sched.scheduler import Limits
 from moesaic.spec.deployment import Deployment, Instance
-from moesaic.spec.hardware import Cluster, cluster
+from moesaic.spec.hardware import Cluster, cluster, node_devices
 from moesaic.spec.model import ModelSpec
 
 TYPICAL_SEQS, TYPICAL_CONTEXT = 32.0, 4096.0  # guess: what layouts are compared at where none is given
@@ -146,10 +146,11 @@ def deployed(
     slices = instance.layout.experts.size("tp")
     redundant = counts[0] // slices - moes[0].num_experts if counts and moes else 0
     split = split_of(instance.layout, redundant)
-    name = instance.machines["attention"]
-    ranks = instance.layout.num_ranks
-    per_node = min(ranks, int(cluster(name).machine.number("num_devices_per_node", 8.0)))
-    return instance, cluster(f"{name}x{per_node}x{-(-ranks // per_node)}"), split, _formats(deployment, model)
+    node, ranks = instance.machines["attention"], instance.layout.num_ranks
+    found = cluster(node).machine
+    per_node = min(ranks, node_devices(node) or ranks)
+    machines = Cluster(machine=found, devices_per_node=per_node, num_nodes=-(-ranks // per_node))
+    return instance, machines, split, _formats(deployment, model)
 
 
 def _formats(deployment: Deployment, model: ModelSpec) -> Formats:
