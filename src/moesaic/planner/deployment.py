@@ -12,7 +12,7 @@ from moesaic.cost.offload import layers_bytes
 from moesaic.cost.term import Interval as Doubt
 from moesaic.cost.term import step_seconds
 from moesaic.hashing import digest
-from moesaic.placement.pack import placed_slots
+from moesaic.placement.pack import Slots, pack_apart, placed_slots
 from moesaic.planner.plan import Plan, Pool
 from moesaic.spec.deployment import (
     Deployment,
@@ -25,7 +25,7 @@ from moesaic.spec.deployment import (
     Prediction,
     TierPlan,
 )
-from moesaic.spec.experts import ExpertPlan, Phase
+from moesaic.spec.experts import ExpertPlan, FloatArray, Phase
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics, preset
 
@@ -133,7 +133,7 @@ def expert_plan(
     for moe_idx, (_, moe) in enumerate(model.moe_layers):
         layer = None if shares is None else shares.of_layer(moe_idx)
         even = np.full(moe.num_experts, 1.0 / moe.num_experts)
-        slots = placed_slots(even if layer is None else layer, ep, num_redundant)
+        slots = _apart(placed_slots(even if layer is None else layer, ep, num_redundant), layer, ep)
         cut = np.tile(np.arange(expert_tp, dtype=np.int64), len(slots.rank))
         ranks.append(np.repeat(slots.rank, expert_tp) * expert_tp + cut)
         ids.append(np.repeat(slots.expert, expert_tp))
@@ -143,3 +143,17 @@ def expert_plan(
         version=0, slot_rank=tuple(ranks), slot_expert=tuple(ids), slot_slice=tuple(slices),
         slot_share=tuple(parts)
     )  # fmt: skip
+
+
+def _apart(slots: Slots, load_E: FloatArray | None, num_ranks: int) -> Slots:
+    """The same copies, none on a rank with another of its expert, where it would take memory and no load.
+
+    Slots that do not divide stay as they are: they are an estimate, and no engine holds them.
+    """
+    if load_E is None or len(slots.expert) % num_ranks:
+        return slots
+    row = np.sort(slots.expert.reshape(num_ranks, -1), axis=1)
+    if not (row[:, 1:] == row[:, :-1]).any():
+        return slots
+    expert = pack_apart(load_E[None], np.sort(slots.expert)[None], num_ranks).reshape(-1)
+    return slots._replace(expert=expert, share=1.0 / np.bincount(expert)[expert])

@@ -10,15 +10,17 @@ import pytest
 from scipy.stats import spearmanr
 
 from moesaic.cost.calibrated import shipped
+from moesaic.cost.load import ExpertShares
 from moesaic.cost.ops import Work
 from moesaic.cost.term import step_seconds
 from moesaic.cost.two_sided import Sides, TwoSides, two_sided_memory, two_sided_step
 from moesaic.errors import ConfigError
 from moesaic.interop.load_file import read_dump
+from moesaic.placement.pack import placed_slots
 from moesaic.planner.compare import CLOSE
 from moesaic.planner.concurrency import Verdict, bands
 from moesaic.planner.demand import Demand, stretched, unit_cost
-from moesaic.planner.deployment import deployment_of
+from moesaic.planner.deployment import deployment_of, expert_plan
 from moesaic.planner.disaggregate import MICRO_BATCHES, grids
 from moesaic.planner.frontier import considered, pareto, point, thinned
 from moesaic.planner.load_file import grouped, read_load, skewed
@@ -199,6 +201,17 @@ def test_deployment_round_trips_and_holds_every_expert(name, machines, asked):
     assert sum(one.count * one.layout.num_ranks * one.layout.pipeline for one in deployment.instances) == sum(
         pool.num_devices for pool in found.pools
     )
+
+
+def test_no_copy_of_a_plan_shares_a_rank_with_another_of_its_expert():
+    spec = model_of("mixtral-8x7b")
+    hot = np.array([600, 560, 120, 120, 20, 10, 10, 10.0])
+    shares = ExpertShares(shares=(hot / hot.sum(),))
+    assert any(one == other for one, other in placed_slots(hot, 8, 8).expert.reshape(8, 2))  # as EPLB does
+    made = expert_plan(spec, 8, 1, 8, shares)
+    for ranks, ids, parts in zip(made.slot_rank, made.slot_expert, made.slot_share, strict=True):
+        assert len(set(zip(ranks.tolist(), ids.tolist(), strict=True))) == 16
+        assert np.bincount(ids, weights=parts) == pytest.approx(1.0)
 
 
 def test_loads_are_read_and_refused(tmp_path):
