@@ -83,6 +83,18 @@ RIGHT = [
 
 WRONG = [  # line, flag, rule, part of the suggestion
     (
+        "vllm serve m -dp 2 --data-parallel-rank 3",
+        "--data-parallel-rank",
+        "rank-beyond-replicas",
+        "--data-parallel-rank 1 or less",
+    ),
+    (
+        "SGL_ENABLE_JIT_DEEPGEMM=1 sglang serve --model-path m",
+        "SGL_ENABLE_JIT_DEEPGEMM",
+        "deprecated-variable",
+        "SGLANG_ENABLE_JIT_DEEPGEMM=1",
+    ),
+    (
         "vllm serve m --expert-parallel-size 8",
         "--expert-parallel-size",
         "other-engine",

@@ -37,15 +37,17 @@ def unknown(option: Option, command: Command, inventory: Inventory) -> Finding:
         known_mistake(option.word, head, inventory)
         or _of_program(option, head, command, inventory)
         or _past(option, head, inventory)
-        or _of_engine(option, head, inventory)
     )
     if found is not None:
         return found
-    documented = inventory.basis == "documented"
     has_value = option.inline is not None or bool(option.after)
+    near = nearest_flag(head, has_value, inventory, command.program)
+    found = _of_engine(option, head, inventory, near)
+    if found is not None:
+        return found
+    documented = inventory.basis == "documented"
     return Finding(
-        flag=option.word, severity=_severity(inventory), rule="unknown-flag",
-        suggestion=nearest_flag(head, has_value, inventory, command.program),
+        flag=option.word, severity=_severity(inventory), rule="unknown-flag", suggestion=near,
         message=f"{inventory.title} has no flag {head}"
         + ("; its documentation may be behind its parser" if documented else ""),
     )  # fmt: skip
@@ -132,13 +134,16 @@ def _past(option: Option, head: str, inventory: Inventory) -> Finding | None:
     )  # fmt: skip
 
 
-def _of_engine(option: Option, head: str, inventory: Inventory) -> Finding | None:
+def _of_engine(option: Option, head: str, inventory: Inventory, near: str | None) -> Finding | None:
+    """A flag of other engines. What merely begins a flag of theirs is a misspelling of a near one here."""
     engine = "sglang" if inventory.engine == "kt" else inventory.engine
     concept = next((c for c in CONCEPTS if head.replace("_", "-") in c.spellings), None)
     own = concept.by_engine.get(engine) if concept else None
     found = owners(head, but=(inventory.engine,))
     others = listed([TITLES[e] for e in found if e != "kt" or len(found) == 1])
     if not others and not own:
+        return None
+    if near and not own and not any(choose(one).find(head) for one in found):
         return None
     whose = f"that is a flag of {others}" if others else "another spelling of the same"
     return Finding(
@@ -231,6 +236,18 @@ def variables(command: Command, inventory: Inventory | None) -> Iterator[Finding
             own = inventory if inventory is not None and inventory.engine == engine else choose(engine)
             if name not in own.env:
                 yield _unknown_variable(name, command.env[name], own)
+        if inventory is not None and inventory.engine == "sglang" and name.startswith("SGL_"):
+            yield from _old_prefix(name, command.env[name], inventory)
+
+
+def _old_prefix(name: str, value: str, own: Inventory) -> Iterator[Finding]:
+    """SGLang's variables began with SGL_; it sets the new name from the old one, and warns."""
+    now = name.replace("SGL_", "SGLANG_", 1)
+    if name not in own.env and now in own.env:
+        yield Finding(
+            flag=name, severity="warning", rule="deprecated-variable", suggestion=f"{now}={value}",
+            message=f"{own.title} still takes {name} for {now}, and calls it deprecated",
+        )  # fmt: skip
 
 
 def _unknown_variable(name: str, value: str, own: Inventory) -> Finding:

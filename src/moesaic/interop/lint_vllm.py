@@ -55,6 +55,11 @@ def vllm_rules(line: Line) -> Findings:
         for name in ("--dbo-decode-token-threshold", "--dbo-prefill-token-threshold"):
             if line.get(name) is not None:
                 yield _no_effect(line, name, "--enable-dbo")
+    yield from _replicas_here(line, dp)
+
+
+def _replicas_here(line: Line, dp: int | None) -> Findings:
+    """Which replicas of attention a node runs."""
     local = line.number("--data-parallel-size-local", 0)
     if local and dp and local > dp:
         yield finding(
@@ -62,6 +67,14 @@ def vllm_rules(line: Line) -> Findings:
             f"{local} replicas on this node are more than the {dp} of all nodes",
             f"--data-parallel-size {local} or more",
         )  # fmt: skip
+    for name in ("--data-parallel-rank", "--data-parallel-start-rank"):
+        rank = line.number(name, 0)
+        if rank and dp and 1 < dp <= rank:  # with one, the size may come from VLLM_DP_SIZE
+            yield finding(
+                name, "error", "rank-beyond-replicas",
+                f"replica {rank} of {dp}: they are numbered from 0 to {dp - 1}",
+                f"--data-parallel-size {rank + 1} or more, or {name} {dp - 1} or less",
+            )  # fmt: skip
 
 
 def _no_effect(line: Line, name: str, needed: str) -> Finding:

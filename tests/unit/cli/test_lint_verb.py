@@ -42,6 +42,7 @@ def test_our_own_line_is_judged_by_our_own_options():
     assert run("python -m moesaic plan deepseek-v3 --machine h200x8x2 --isl 4096 --osl 1024").exit_code == 0
     for line, part in (
         ("moesaic serve demo --prot 80", "instead: --port"),
+        ("moesaic serve demo --max-num-seq 8", "instead: --max-num-seqs"),  # vLLM's parser completes it
         ("moesaic serve demo --port many", "--port takes a whole number, not 'many'"),
         ("moesaic serve demo --tensor-parallel-size 4", "that is a flag of vLLM and SGLang"),
         ("moesaic serve demo twice", "twice belongs to no flag"),
