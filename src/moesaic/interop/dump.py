@@ -38,6 +38,7 @@ class Dump:
     num_zero_steps: int = 0  # dropped
     layer_idxs: tuple[int, ...] | None = None  # of the rows, where the file names them
     ranks: tuple[int, ...] = ()  # that wrote a part
+    short_ranks: tuple[int, ...] = ()  # that lack counts which another one wrote
     num_padded: int = 0  # entries that are no choice
     top_k: int | None = None
     columns: int | None = None  # of routes: choices beyond are not in the file

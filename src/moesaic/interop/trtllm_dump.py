@@ -37,7 +37,9 @@ def read_trtllm(folder: Path) -> Dump:
         raise ConfigError(f"{folder}: {META}, but no rank's .safetensors; copy the whole folder")
     layers: dict[int, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     iterations: dict[int, bool] = {}
+    counted: dict[int, set[tuple[int, int]]] = {}  # by rank
     for file in files:
+        own = counted.setdefault(_rank(file), set())
         for tensor in read_header(file):
             match = _KEY.fullmatch(tensor.name)
             if match is None:
@@ -49,6 +51,7 @@ def read_trtllm(folder: Path) -> Dump:
                     f"and counts are {', '.join(_DTYPES)}"
                 )
             iteration, layer = int(match[1]), int(match[2])
+            own.add((iteration, layer))
             counts = np.fromfile(file, _DTYPES[tensor.dtype], num_experts, offset=tensor.start).astype(
                 np.float64
             )
@@ -66,10 +69,17 @@ def read_trtllm(folder: Path) -> Dump:
             counts_LE=np.stack([layers[idx] for idx in idxs]),
             num_steps=len(iterations) - zero,
             num_zero_steps=zero,
-            ranks=tuple(sorted(_rank(file) for file in files)),
+            ranks=tuple(sorted(counted)),
+            short_ranks=_short(counted),
             top_k=top_k if isinstance(top_k, int) and top_k > 0 else None,
         )
     )
+
+
+def _short(counted: dict[int, set[tuple[int, int]]]) -> tuple[int, ...]:
+    """Ranks whose file lacks counts that another rank's has."""
+    most = set().union(*counted.values())
+    return tuple(sorted(rank for rank, own in counted.items() if own != most))
 
 
 def _rank(file: Path) -> int:

@@ -74,6 +74,9 @@ def _reading(dump: Dump, model: ModelSpec | None) -> list[Finding]:
     if gaps:
         text = f"no file of rank {', '.join(map(str, gaps))}; ranks up to {max(dump.ranks)} are there"
         found.append(Finding(level="fault", kind="missing rank", message=text))
+    if dump.short_ranks:
+        text = f"rank {', '.join(map(str, dump.short_ranks))} lacks iterations or layers that another has"
+        found.append(Finding(level="fault", kind="short rank", message=text))
     return found
 
 

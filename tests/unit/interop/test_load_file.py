@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -169,6 +170,13 @@ def test_statistics_add_up_over_ranks_and_iterations(tmp_path):
     assert dump.sparse_layers == (1, 2)
     assert sparse(dump) == (4 * COUNTS[1:]).tolist()
     assert (dump.num_steps, dump.num_zero_steps, dump.ranks, dump.top_k) == (2, 1, (0, 1), 2)
+    assert dump.short_ranks == ()
+
+
+def test_a_rank_that_lacks_an_iteration_is_short(tmp_path):
+    folder = statistics(tmp_path)
+    save_file({"0_1": COUNTS[1].astype(np.int64)}, Path(folder) / "rank1.safetensors")
+    assert read_dump(folder).short_ranks == (1,)
 
 
 def test_statistics_that_contradict_their_meta(tmp_path):

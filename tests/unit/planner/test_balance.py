@@ -220,6 +220,7 @@ def spoilt(**change):
         (spoilt(counts=np.repeat(sound()[:1], 4, axis=0)), "repeated layers"),
         (spoilt(counts=sound() * (np.arange(16) // 4 != 2)), "missing rank"),
         (spoilt(ranks=(0, 1, 3)), "missing rank"),
+        (spoilt(ranks=(0, 1), short_ranks=(1,)), "short rank"),
         (spoilt(counts=sound() + 90000 * (np.arange(16) < 2)), "padding"),
     ],
 )
