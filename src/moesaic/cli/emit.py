@@ -30,6 +30,7 @@ OWN_NEAREST = "one rank on this machine, in the engine's own numerics"
 PLACED = ("sglang", "trtllm")
 """Engines that read a file of where each expert is."""
 MAX_BYTES = 2**28  # of a deployment file; one of DeepSeek-V3 on 16 devices has 2**20
+MAX_SHOWN = 1000  # guess: characters of a line of a file; placements have hundreds of thousands
 FILE_ENDINGS = (".sh", ".json", ".yaml", ".yml", ".txt")
 
 
@@ -221,8 +222,15 @@ def render(made: Emission) -> str:
         node = f", node {launch.node} of {launch.num_nodes}" if launch.num_nodes > 1 else ""
         lines += ["", f"# {launch.instance}{node}{many}", launch.text]
     for name, text in made.files.items():
-        lines += ["", f"# {name}", *(f"#   {line}" for line in text.splitlines())]
+        lines += ["", f"# {name}", *(f"#   {_shown(line)}" for line in text.splitlines())]
     return "\n".join(lines)
+
+
+def _shown(line: str) -> str:
+    """A line of a file as far as a screen takes it; -o and --json have all of it."""
+    if len(line) <= MAX_SHOWN:
+        return line
+    return f"{line[:MAX_SHOWN]} ... ({len(line)} characters; -o FOLDER writes the file)"
 
 
 def _plain(made: Emission) -> dict[str, Any]:
