@@ -9,7 +9,8 @@ import pytest
 from engine_runs import random_prompt
 
 import moesaic
-from moesaic.errors import ConfigError, RequestError
+from moesaic.errors import ConfigError, KernelUnavailable, RequestError
+from moesaic.kernels import native
 from moesaic.sched.request import SamplingParams
 
 
@@ -119,6 +120,23 @@ def test_the_models_defaults_apply_where_nothing_is_stated(tmp_path):
         assert found.token_ids == stated.token_ids
     with pytest.raises(ConfigError, match="was closed: make a new one"):
         llm.generate([1, 2])
+
+
+@pytest.mark.parametrize("level", ["reference", *native.levels()])
+def test_the_level_asked_for_is_the_one_that_runs(tmp_path, monkeypatch, level):
+    path = checkpoints.write_checkpoint(tmp_path / "m", checkpoints.llama_config())
+    monkeypatch.setenv("MOESAIC_CPU_LEVEL", level)
+    with moesaic.LLM(path, num_threads=1) as llm:
+        expected = level if level == "reference" else f"native/{level}"
+        assert llm.engine.snapshot().active["backend"] == expected
+
+
+def test_a_level_of_another_processor_is_refused(tmp_path, monkeypatch):
+    path = checkpoints.write_checkpoint(tmp_path / "m", checkpoints.llama_config())
+    other = "neon" if "neon" not in native.levels() else "avx2"
+    monkeypatch.setenv("MOESAIC_CPU_LEVEL", other)
+    with pytest.raises(KernelUnavailable, match=other):
+        moesaic.LLM(path, num_threads=1)
 
 
 def test_without_a_tokenizer_only_ids_work(tmp_path):

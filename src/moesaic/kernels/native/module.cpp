@@ -15,16 +15,6 @@ namespace nb = nanobind;
 
 namespace moesaic {
 
-std::vector<const LevelTable*> levels_here() {
-  std::vector<const LevelTable*> found{&portable_level()};
-#if defined(MOESAIC_X86)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    found.push_back(&avx2_level());
-#endif
-  return found;
-}
-
 int check_threads(int num_threads) {
   if (num_threads < 1 || num_threads > 1024)
     throw std::invalid_argument("num_threads must be in 1 to 1024, got " + std::to_string(num_threads));

@@ -48,6 +48,11 @@ struct LevelTable {
 const LevelTable& portable_level();
 #if defined(MOESAIC_X86)
 const LevelTable& avx2_level();
+const LevelTable& avx512_level();
+const LevelTable& avx512_vnni_level();
+#elif defined(MOESAIC_ARM64)
+const LevelTable& neon_level();
+const LevelTable& neon_dotprod_level();
 #endif
 
 }  // namespace moesaic
