@@ -90,11 +90,25 @@ def evaluate_subtrees(leaf_JD: Tensor, token_J: Tensor, choice_J: Tensor, num_ch
 
     Shapes:  leaf_JD [J, D] as `weigh` made them; token_J, choice_J [J] int64, each pair once, in any order.
     """
-    key_Q, order_Q = torch.sort(token_J * num_choices + choice_J)
-    value_QD = leaf_JD.index_select(0, order_Q)
+    leaves = Subtrees(token_Q=token_J, level_Q=torch.zeros_like(token_J), node_Q=choice_J, value_QD=leaf_JD)
+    return join_subtrees(leaves, num_choices)
+
+
+def join_subtrees(given: Subtrees, num_choices: int) -> Subtrees:
+    """The roots of the largest subtrees that what several owners sent fills, as one owner would send them.
+
+    Shapes:  no leaf is spanned twice; in any order.
+    """
     found: list[tuple[Tensor, int, Tensor, Tensor]] = []
     width, level = num_choices, 0
-    while width > 1:
+    key_Q, value_QD = given.token_Q[:0], given.value_QD[:0]
+    while True:
+        here = given.level_Q == level
+        if bool(here.any()):
+            key_Q, order_Q = torch.sort(torch.cat((key_Q, given.token_Q[here] * width + given.node_Q[here])))
+            value_QD = torch.cat((value_QD, given.value_QD[here])).index_select(0, order_Q)
+        if width == 1:
+            break
         token_Q, node_Q = key_Q // width, key_Q % width
         is_left = torch.zeros_like(key_Q, dtype=torch.bool)
         is_left[:-1] = (node_Q[:-1] % 2 == 0) & (node_Q[:-1] + 1 < width) & (key_Q[1:] == key_Q[:-1] + 1)

@@ -14,6 +14,7 @@ from moesaic.parallel.tree import (
     combine_choices,
     combine_subtrees,
     evaluate_subtrees,
+    join_subtrees,
     tree_sum,
     weigh,
 )
@@ -192,6 +193,25 @@ def test_roots_are_the_largest_whole_subtrees(
     found = evaluate_subtrees(leaf_JD, torch.zeros_like(choice_J), choice_J, num_choices)
     assert sorted(zip(found.level_Q.tolist(), found.node_Q.tolist(), strict=True)) == roots
     assert (found.token_Q == 0).all()
+
+
+@settings(max_examples=40)
+@given(num_choices=st.integers(1, 9), num_owners=st.integers(2, 5), seed=st.integers(0, 2**20))
+def test_subtrees_joined_on_the_way_are_those_of_one_owner(
+    num_choices: int, num_owners: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    leaf_TKD = torch.randn(5, num_choices, 7, generator=torch.Generator().manual_seed(seed))
+    owner_TK = rng.integers(0, num_owners, (5, num_choices))
+    *near, far = split_choices(owner_TK, leaf_TKD, num_owners, rng)
+    fields = ("token_Q", "level_Q", "node_Q", "value_QD")
+    given_roots = Subtrees(**{name: torch.cat([getattr(one, name) for one in near]) for name in fields})
+    joined = join_subtrees(given_roots, num_choices)
+    # As if those owners were one, which sends the fewest values that say it all.
+    (expected, _) = split_choices(np.where(owner_TK == num_owners - 1, 1, 0), leaf_TKD, 2, rng)
+    assert all(is_same(getattr(joined, name), getattr(expected, name)) for name in fields)
+    y_TD = combine_subtrees([joined, far], 5, num_choices, seam=FLOAT32)
+    assert is_same(y_TD, tree_sum(leaf_TKD.unbind(1)))
 
 
 def test_a_lost_subtree_is_noticed() -> None:

@@ -19,14 +19,17 @@ from moesaic.spec.model import MoeSpec
 class LayerTable:
     """One layer's slots and the copy that each token of an expert goes to.
 
-    Shapes:  rank_P [P], local_P [P] (the slot's number on its rank), expert_P [P]; slots_EV [E, V]: token
-             number t of expert e goes to slot slots_EV[e, t mod V].
+    Ranks that follow each other form groups; the slots of a group are numbered rank after rank:
+
+        group 0: rank 0  0 1 2    rank 1  3 4        group 1: rank 2  0    rank 3  (none)
+
+    Shapes:  group_P [P], local_P [P] (the slot's number in its group); slots_EV [E, V]: token number t of
+             expert e goes to slot slots_EV[e, t mod V].
     """
 
     spec: MoeSpec
-    rank_P: Tensor
+    group_P: Tensor
     local_P: Tensor
-    expert_P: Tensor
     slots_EV: Tensor
     num_slots: tuple[int, ...]  # by rank
 
@@ -44,9 +47,13 @@ def layer_tables(
     plan: ExpertPlan,
     num_ranks: int,
     *,
+    group_size: int = 1,
+    group_id: int = 0,
     slots: Sequence[Tensor] | None = None,
 ) -> dict[int, LayerTable]:
     """The tables of all MoE layers; `slots` replaces the plan's shares by other tables [E, V].
+
+    In groups of several ranks a copy within `group_id`, the group of those who choose, goes first.
 
     Raises: ConfigError where an expert has no slot, or a slot names a rank or an expert that there is not.
     """
@@ -65,17 +72,18 @@ def layer_tables(
                 "ranks"
             )
         local_P = np.empty_like(experts)
-        num_slots = []
-        for rank in range(num_ranks):
-            mine = np.flatnonzero(ranks == rank)
+        order_P = np.argsort(ranks, kind="stable")
+        for group in range(-(-num_ranks // group_size)):
+            mine = order_P[ranks[order_P] // group_size == group]
             local_P[mine] = np.arange(len(mine))
-            num_slots.append(len(mine))
+        node_id = group_id if group_size > 1 else None
         tables[layer_idx] = LayerTable(
             spec=spec,
-            rank_P=torch.from_numpy(ranks.copy()),
+            group_P=torch.from_numpy(ranks // group_size),
             local_P=torch.from_numpy(local_P),
-            expert_P=torch.from_numpy(experts.copy()),
-            slots_EV=torch.from_numpy(choice_table(plan, at)) if slots is None else slots[at],
-            num_slots=tuple(num_slots),
+            slots_EV=torch.from_numpy(choice_table(plan, at, node_id, group_size))
+            if slots is None
+            else slots[at],
+            num_slots=tuple(np.bincount(ranks, minlength=num_ranks).tolist()),
         )
     return tables
