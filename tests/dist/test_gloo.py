@@ -6,17 +6,18 @@ import os
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from fakes_ranks import random_copies
 from ranks import run_ranks
-from test_same_bits import TOKENS_PER_RANK, make_model, make_plan, num_different, on_one_rank
+from test_same_bits import TOKENS_PER_RANK, make_model, make_plan, make_side, num_different, on_one_rank
 from torch import Tensor
 
-import numpy as np
 from moesaic.errors import ConfigError, PeerLost
 from moesaic.parallel.dispatch.exchange import Exchange, Returns
 from moesaic.parallel.dispatch.staged import Staged
+from moesaic.parallel.dispatch.two_level import TwoLevel
 from moesaic.parallel.gloo import GlooTransport
 from moesaic.parallel.mesh import Identity, Mesh
 from moesaic.parallel.transport import Purpose
@@ -64,10 +65,17 @@ def test_messages_of_any_size_arrive_in_order_on_every_lane(num_ranks: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "returns", "num_micro_batches"), [(2, "choices", 2), (4, "subtrees", 1), (3, "choices", 3)]
+    ("num_ranks", "returns", "num_micro_batches", "ranks_per_node"),
+    [
+        (2, "choices", 2, None),
+        (4, "subtrees", 1, None),
+        (3, "choices", 3, None),
+        (4, "subtrees", 2, 2),
+        (3, "choices", 1, 2),
+    ],
 )
 def test_processes_give_the_bits_of_one_rank(
-    num_ranks: int, returns: Returns, num_micro_batches: int
+    num_ranks: int, returns: Returns, num_micro_batches: int, ranks_per_node: int | None
 ) -> None:
     model, plan = make_model("float32"), make_plan("replicated", num_ranks)
     rng = np.random.default_rng(0)
@@ -76,9 +84,10 @@ def test_processes_give_the_bits_of_one_rank(
     expected = on_one_rank(model)
 
     def compute(mesh: Mesh) -> int:
-        wires = GlooTransport(mesh, num_lanes=2 * num_micro_batches)
-        side = Exchange(model.layers, model.numerics, plan, wires, returns=returns, slots=slots)
-        routed = Staged(tokens=side, experts=side, ffn=model.ffn(plan, mesh.rank))
+        kind = Exchange if ranks_per_node is None else TwoLevel
+        wires = GlooTransport(mesh, num_lanes=kind.LANES * num_micro_batches)
+        side = make_side(model, plan, wires, returns, slots, ranks_per_node)
+        routed = Staged(tokens=side, experts=side, ffn=model.ffn(plan, mesh.rank), num_chunks=2)
         rows = slice(*bounds[mesh.rank])
         parts = model.x_TD[rows].tensor_split(num_micro_batches)
         done = drive([model.forward(routed, part, at) for at, part in enumerate(parts)], TIMEOUT_S)
@@ -109,4 +118,6 @@ def test_ranks_that_would_compute_something_else_are_refused() -> None:
 
     for error in run_ranks(3, meet):
         assert isinstance(error, ConfigError)
-        assert "ranks 0 and 2 differ in version 1 and 2; backend native/avx2 and native/portable" in str(error)
+        assert "ranks 0 and 2 differ in version 1 and 2; backend native/avx2 and native/portable" in str(
+            error
+        )

@@ -32,7 +32,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moesaic.errors import PeerLost
+from moesaic.errors import ConfigError, PeerLost
 from moesaic.experts.blob import BlobLayout, Part
 from moesaic.experts.contract import ExpertBatch, ExpertFfn, RoutedExperts, Routing, Tag
 from moesaic.experts.ffn import LoopFfn
@@ -42,7 +42,8 @@ from moesaic.kernels.ops import Ops, choose
 from moesaic.parallel.dispatch.exchange import Exchange, Returns
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
-from moesaic.parallel.transport import MemoryWires
+from moesaic.parallel.dispatch.two_level import TwoLevel
+from moesaic.parallel.transport import MemoryWires, Transport
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
 from moesaic.spec.model import GateSpec, MoeSpec
 from moesaic.spec.numerics import DType, Numerics, preset
@@ -164,16 +165,44 @@ class World:
 
 
 def make_ranks(
-    model: Model, plan: ExpertPlan, num_ranks: int, *, returns: Returns = "choices", seed: int = 0
+    model: Model,
+    plan: ExpertPlan,
+    num_ranks: int,
+    *,
+    returns: Returns = "choices",
+    seed: int = 0,
+    ranks_per_node: int | None = None,
 ) -> World:
+    """With nodes the dispatcher has two levels."""
     rng = np.random.default_rng(seed)
     slots = [random_copies(plan, at, rng) for at in range(len(model.layers))]
     wires = MemoryWires(num_ranks)
     sides = [
-        Exchange(model.layers, model.numerics, plan, wires.transport(rank), returns=returns, slots=slots)
+        make_side(model, plan, wires.transport(rank), returns, slots, ranks_per_node)
         for rank in range(num_ranks)
     ]
     return World(wires=wires, sides=sides, plan=plan)
+
+
+def make_side(
+    model: Model,
+    plan: ExpertPlan,
+    wires: Transport,
+    returns: Returns,
+    slots: Sequence[Tensor] | None,
+    ranks_per_node: int | None,
+) -> Exchange:
+    if ranks_per_node is None:
+        return Exchange(model.layers, model.numerics, plan, wires, returns=returns, slots=slots)
+    return TwoLevel(
+        model.layers,
+        model.numerics,
+        plan,
+        wires,
+        returns=returns,
+        slots=slots,
+        ranks_per_node=ranks_per_node,
+    )
 
 
 def rank_steps(
@@ -230,13 +259,43 @@ def test_any_placement_gives_the_bits_of_one_rank(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("returns", ["choices", "subtrees"])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "ranks_per_node"),
+    [
+        ("contiguous", 1, 1),
+        ("random", 3, 1),  # nodes of one rank
+        ("replicated", 3, 2),  # a last node with one rank, the proxy of two
+        ("contiguous", 4, 2),
+        ("replicated", 4, 3),
+        ("random", 4, 8),  # one node
+    ],
+)
+def test_nodes_of_any_size_give_the_bits_of_one_rank(
+    dtype: DType, returns: Returns, kind: str, num_ranks: int, ranks_per_node: int
+) -> None:
+    model, plan = make_model(dtype, 6), make_plan(kind, num_ranks)
+    ranks = make_ranks(model, plan, num_ranks, returns=returns, ranks_per_node=ranks_per_node)
+    steps = rank_steps(model, ranks, TOKENS_PER_RANK[num_ranks])
+    y_TD = torch.cat(drive_ready([one for (one,) in steps]))
+    assert num_different(y_TD, on_one_rank(model)) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("num_micro_batches", "num_chunks"), [(2, 1), (3, 1), (1, 3), (2, 2)])
-@pytest.mark.parametrize("how", ["strict turns over all", "each rank by itself"])
+@pytest.mark.parametrize(
+    ("how", "ranks_per_node"),
+    [
+        ("strict turns over all", None),
+        ("each rank by itself", None),
+        ("each rank by itself", 2),  # a proxy hands on when it is looked at, so strict turns would stop
+    ],
+)
 def test_micro_batches_and_chunks_give_the_bits_of_one_batch(
-    dtype: DType, num_micro_batches: int, num_chunks: int, how: str
+    dtype: DType, num_micro_batches: int, num_chunks: int, how: str, ranks_per_node: int | None
 ) -> None:
     model, plan = make_model(dtype), make_plan("replicated", 4)
-    ranks = make_ranks(model, plan, 4)
+    ranks = make_ranks(model, plan, 4, ranks_per_node=ranks_per_node)
     steps = rank_steps(
         model, ranks, TOKENS_PER_RANK[4], num_micro_batches=num_micro_batches, num_chunks=num_chunks
     )
@@ -286,7 +345,7 @@ def test_split_roles_give_the_bits_of_one_rank() -> None:
     assert num_different(y_TD, on_one_rank(model)) == 0
 
 
-@settings(max_examples=12)
+@settings(max_examples=16)
 @given(st.data())
 def test_no_placement_split_or_order_of_arrival_changes_a_bit(data: st.DataObject) -> None:
     model = make_model("float32", data.draw(st.sampled_from([4, 6, 8]), label="choices"))
@@ -297,8 +356,14 @@ def test_no_placement_split_or_order_of_arrival_changes_a_bit(data: st.DataObjec
         data.draw(st.lists(st.integers(0, NUM_TOKENS), min_size=num_ranks - 1, max_size=num_ranks - 1))
     )
     sizes = np.diff([0, *cuts, NUM_TOKENS]).tolist()
-    returns = data.draw(st.sampled_from(["choices", "subtrees"]), label="returns")
-    ranks = make_ranks(model, plan, num_ranks, returns=returns, seed=seed)
+    ranks = make_ranks(
+        model,
+        plan,
+        num_ranks,
+        returns=data.draw(st.sampled_from(["choices", "subtrees"]), label="returns"),
+        seed=seed,
+        ranks_per_node=data.draw(st.sampled_from([None, 1, 2, 3]), label="ranks per node"),
+    )
     steps = rank_steps(
         model,
         ranks,
@@ -323,10 +388,13 @@ class IdentityFfn(ExpertFfn):
 
 @pytest.mark.parametrize("returns", ["choices", "subtrees"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_identity_experts_make_a_dispatcher_the_identity(num_ranks: int, returns: Returns) -> None:
+@pytest.mark.parametrize("ranks_per_node", [None, 2])
+def test_identity_experts_make_a_dispatcher_the_identity(
+    num_ranks: int, returns: Returns, ranks_per_node: int | None
+) -> None:
     model, plan = make_model("float32", 6), make_plan("replicated", num_ranks, seed=2)
     weights = torch.tensor([1 / 4, 1 / 4, 1 / 8, 1 / 8, 1 / 8, 1 / 8])  # exact, and so is each of their sums
-    ranks = make_ranks(model, plan, num_ranks, returns=returns)
+    ranks = make_ranks(model, plan, num_ranks, returns=returns, ranks_per_node=ranks_per_node)
     steps = []
     for rank, x_TD in enumerate(model.x_TD.split(TOKENS_PER_RANK[num_ranks])):
         side = ranks.sides[rank]
@@ -362,20 +430,38 @@ def test_an_expert_with_one_row_and_experts_with_none() -> None:
     assert num_different(torch.cat(drive_ready(steps)), expected) == 0
 
 
-def test_one_token_and_three_idle_ranks() -> None:
+@pytest.mark.parametrize("ranks_per_node", [None, 2, 3])
+def test_one_token_and_three_idle_ranks(ranks_per_node: int | None) -> None:
     model, plan = make_model("float32"), make_plan("contiguous", 4)
-    ranks = make_ranks(model, plan, 4)
+    ranks = make_ranks(model, plan, 4, ranks_per_node=ranks_per_node)
     one = replace(model, x_TD=model.x_TD[:1])
     steps = [one for (one,) in rank_steps(one, ranks, [0, 0, 1, 0])]
     assert num_different(torch.cat(drive_ready(steps)), on_one_rank(model)[:1]) == 0
 
 
-def test_a_rank_that_stays_away_is_named() -> None:
+@pytest.mark.parametrize("ranks_per_node", [None, 2])
+def test_a_rank_that_stays_away_is_named(ranks_per_node: int | None) -> None:
     model, plan = make_model("float32"), make_plan("contiguous", 2)
-    ranks = make_ranks(model, plan, 2)
+    ranks = make_ranks(model, plan, 2, ranks_per_node=ranks_per_node)
     (present,), _ = rank_steps(model, ranks, [130, 130])
     with pytest.raises(PeerLost, match=r"rank 1 did not answer .* stage send"):
         drive([present], TIMEOUT_S)
+
+
+HEAD_BYTES, JOB_BYTES, ROW_BYTES = 32, 16, WIDTH * 4
+
+
+def spied_routings(world: World) -> list[tuple[int, Tensor]]:
+    """(rank, experts_TK) of every send that follows."""
+    routings: list[tuple[int, Tensor]] = []
+    for rank, side in enumerate(world.sides):
+
+        def send(x_TD: Tensor, routing: Routing, *rest: object, at=rank, spied=side.send) -> object:
+            routings.append((at, routing.experts_TK))
+            return spied(x_TD, routing, *rest)
+
+        side.send = send  # type: ignore[method-assign]
+    return routings
 
 
 def test_bytes_on_the_wire_are_the_rows_and_the_jobs_and_nothing_else() -> None:
@@ -384,25 +470,62 @@ def test_bytes_on_the_wire_are_the_rows_and_the_jobs_and_nothing_else() -> None:
     sent, returned = {}, {}
     for returns in ("choices", "subtrees"):
         world = make_ranks(model, plan, 2, returns=returns)
-        routings: list[tuple[int, Tensor]] = []
-        for rank, side in enumerate(world.sides):
-            spied = side.send
-
-            def send(
-                x_TD: Tensor, routing: Routing, *rest: object, at=rank, send=spied, to=routings
-            ) -> object:
-                to.append((at, routing.experts_TK))
-                return send(x_TD, routing, *rest)
-
-            side.send = send  # type: ignore[method-assign]
+        routings = spied_routings(world)
         drive_ready([one for (one,) in rank_steps(model, world, [130, 130])])
         sent[returns], returned[returns] = world.num_bytes()
-    head, job_bytes, row_bytes = 32, 16, WIDTH * 4
     away = [(experts_TK < NUM_EXPERTS // 2) == (rank == 1) for rank, experts_TK in routings]
     num_rows, num_jobs = sum(int(x.any(1).sum()) for x in away), sum(int(x.sum()) for x in away)
-    assert sent["choices"] == sent["subtrees"] == 4 * head + num_rows * row_bytes + num_jobs * job_bytes
-    assert returned["choices"] == 4 * head + num_jobs * row_bytes
+    assert sent["choices"] == sent["subtrees"] == 4 * HEAD_BYTES + num_rows * ROW_BYTES + num_jobs * JOB_BYTES
+    assert returned["choices"] == 4 * HEAD_BYTES + num_jobs * ROW_BYTES
     assert returned["subtrees"] < 0.8 * returned["choices"]
+
+
+def test_a_row_crosses_to_each_node_once() -> None:
+    """Four ranks on two nodes: what crosses is what two ranks would send, whichever ranks it is for."""
+    model, plan = make_model("float32"), make_plan("contiguous", 4)
+    crossed = {}
+    for nodes, returns in ((2, "choices"), (2, "subtrees"), (None, "choices"), (None, "subtrees")):
+        world = make_ranks(model, plan, 4, returns=returns, ranks_per_node=nodes)  # type: ignore[arg-type]
+        routings = spied_routings(world)
+        drive_ready([one for (one,) in rank_steps(model, world, [130, 0, 97, 33])])
+        far = [[peer // 2 != rank // 2 for peer in range(4)] for rank in range(4)]
+        crossed[nodes, returns] = [
+            sum(
+                int(getattr(side.transport.traffic, name)[far[rank]].sum())
+                for rank, side in enumerate(world.sides)
+            )
+            for name in ("send_bytes", "collect_bytes")
+        ]
+    away = [(experts_TK < NUM_EXPERTS // 2) == (rank >= 2) for rank, experts_TK in routings]
+    num_rows, num_jobs = sum(int(x.any(1).sum()) for x in away), sum(int(x.sum()) for x in away)
+    num_messages = 4 * len(model.layers)  # each rank to the one node that is not its own
+    heads = num_messages * HEAD_BYTES
+    assert num_rows <= 2 * NUM_TOKENS
+    assert crossed[2, "choices"][0] == heads + num_rows * ROW_BYTES + num_jobs * JOB_BYTES
+    assert crossed[2, "choices"][1] == heads + num_jobs * ROW_BYTES
+    assert crossed[2, "subtrees"][0] == crossed[2, "choices"][0] < 0.75 * crossed[None, "choices"][0]
+    assert crossed[2, "subtrees"][1] < 0.9 * crossed[None, "subtrees"][1], "a proxy joins what its node holds"
+
+
+def test_the_copy_on_the_own_node_goes_first() -> None:
+    """With every expert on every node nothing crosses but heads."""
+    model = make_model("float32")
+    experts = np.tile(np.arange(NUM_EXPERTS), 2)
+    plan = replace(
+        contiguous_plan((2 * NUM_EXPERTS,) * 2, 4),
+        slot_expert=(experts, experts),
+        slot_share=(np.ones(len(experts)),) * 2,
+    )
+    wires = MemoryWires(4)
+    sides = [make_side(model, plan, wires.transport(rank), "choices", None, 2) for rank in range(4)]
+    world = World(wires=wires, sides=sides, plan=plan)
+    y_TD = torch.cat(drive_ready([one for (one,) in rank_steps(model, world, TOKENS_PER_RANK[4])]))
+    assert num_different(y_TD, on_one_rank(model)) == 0
+    for rank, side in enumerate(sides):
+        other_node = slice(0, 2) if rank >= 2 else slice(2, 4)
+        traffic = side.transport.traffic
+        assert int(traffic.send_bytes[other_node].sum()) == len(model.layers) * HEAD_BYTES
+        assert int(traffic.collect_bytes[other_node].sum()) == len(model.layers) * HEAD_BYTES
 
 
 # ---- the negative control ----
@@ -419,3 +542,12 @@ def test_one_partial_sum_per_rank_is_caught(num_choices: int) -> None:
     )
     assert torch.allclose(y_TD, on_one_rank(model), rtol=1e-4, atol=1e-4)  # the same terms ...
     assert num_different(y_TD, on_one_rank(model)) > y_TD.numel() // 4  # ... in another order
+
+
+def test_two_levels_refuse_one_partial_sum_per_rank() -> None:
+    model = make_model("float32")
+    wrong = replace(model, numerics=replace(model.numerics, combine="per_rank"))
+    with pytest.raises(ConfigError, match="two_level sums by the tree only"):
+        make_ranks(wrong, make_plan("random", 3), 3, ranks_per_node=2)
+    with pytest.raises(ConfigError, match="ranks_per_node must be at least 1, got 0"):
+        make_ranks(model, make_plan("random", 3), 3, ranks_per_node=0)
