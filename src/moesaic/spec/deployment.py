@@ -18,12 +18,12 @@ from moesaic.hashing import digest_bytes
 from moesaic.spec.codec import from_plain, to_plain
 from moesaic.spec.codec import json_schema as schema_of
 from moesaic.spec.experts import ExpertPlan, Phase
+from moesaic.spec.layout_rules import Dispatcher, LayoutCell, Refusal, refusals
 from moesaic.spec.numerics import Numerics
 
 SCHEMA_VERSION = 1
 
 Role = Literal["attention", "expert"]
-Dispatcher = Literal["local", "gathered", "exchange", "two_level", "shared_memory", "remote"]
 Axis = Literal["dp", "kvp", "tp", "ep"]
 ATTENTION_AXES: tuple[Axis, ...] = ("dp", "kvp", "tp")
 EXPERT_AXES: tuple[Axis, ...] = ("ep", "tp")
@@ -68,6 +68,7 @@ class Layout:
     pipeline: int = 1
     num_micro_batches: int = 1
     is_fused: bool = False
+    ranks_per_node: int | None = None  # that share a node and follow each other; None: not said
 
     def __post_init__(self) -> None:
         for name, grid, allowed in (
@@ -95,8 +96,10 @@ class Layout:
             )
         if self.dispatcher == "remote" and mine == theirs:
             raise ConfigError("dispatcher remote needs experts on ranks of their own")
-        if self.is_fused and self.dispatcher != "local":
-            raise ConfigError(f"a fused layer sends nothing; dispatcher {self.dispatcher} does")
+        self._check_nodes()
+        for refusal in refusals(self.cell()):
+            if refusal.is_contradiction:
+                raise ConfigError(refusal.reason)
 
     @property
     def num_ranks(self) -> int:
@@ -107,6 +110,26 @@ class Layout:
     def is_split(self) -> bool:
         """Whether experts have ranks of their own."""
         return not set(self.attention.ranks) & set(self.experts.ranks)
+
+    def cell(self, *, has_expert_tiers: bool = False, is_native: bool = True) -> LayoutCell:
+        """The cell of the table of combinations that this layout is in."""
+        return LayoutCell(
+            dispatcher=self.dispatcher,
+            is_fused=self.is_fused,
+            num_micro_batches=self.num_micro_batches,
+            has_expert_tiers=has_expert_tiers,
+            is_native=is_native,
+        )
+
+    def _check_nodes(self) -> None:
+        size = self.ranks_per_node
+        if size is not None and size < 1:
+            raise ConfigError(f"ranks_per_node must be at least 1, got {size}")
+        if self.dispatcher == "two_level" and (size is None or size >= self.num_ranks):
+            raise ConfigError(
+                f"dispatcher two_level is for ranks on several nodes, got {self.num_ranks} ranks and "
+                f"ranks_per_node = {size}; set how many ranks share a node, or use exchange"
+            )
 
     def check_numerics(self, numerics: Numerics) -> None:
         """Whether every sum that this layout splits has enough leaves.
@@ -299,7 +322,8 @@ class Deployment:
                 _reason("instances", len(self.instances), "several instances need the router in front")
             )
         for i, instance in enumerate(self.instances):
-            reasons += _instance_reasons(f"instances[{i}]", instance)
+            is_native = self.numerics.backend.startswith("native/")
+            reasons += _instance_reasons(f"instances[{i}]", instance, is_native=is_native)
         return tuple(reasons)
 
 
@@ -386,14 +410,14 @@ def _numerics_reasons(numerics: Numerics) -> list[Reason]:
     return reasons
 
 
-def _instance_reasons(path: str, instance: Instance) -> list[Reason]:
+def _instance_reasons(path: str, instance: Instance, *, is_native: bool) -> list[Reason]:
     layout, tiers = instance.layout, instance.tiers
+    cell = layout.cell(has_expert_tiers=bool(tiers.experts), is_native=is_native)
     phases = ", ".join(sorted(instance.phases))
     checks: tuple[tuple[bool, str, object, str], ...] = (
         (instance.count > 1, "count", instance.count, "several instances need the router in front"),
         (len(instance.phases) < 2, "phases", phases, "an instance of one phase needs KV transfer"),
         (layout.num_ranks > 1, "layout", f"{layout.num_ranks} ranks", "one rank is run today"),
-        (layout.dispatcher != "local", "layout.dispatcher", layout.dispatcher, "only local is built"),
         (layout.returns != "choices", "layout.returns", layout.returns, "only choices are returned"),
         (layout.pipeline > 1, "layout.pipeline", layout.pipeline, "pipelines are planned, not run"),
         (
@@ -402,15 +426,22 @@ def _instance_reasons(path: str, instance: Instance) -> list[Reason]:
             layout.num_micro_batches,
             "one micro-batch is run today",
         ),
-        (layout.is_fused, "layout.is_fused", True, "no fused layer is built"),
-        (bool(tiers.experts), "tiers.experts", len(tiers.experts), "all experts are resident"),
         (bool(tiers.kv), "tiers.kv", len(tiers.kv), "all KV blocks are resident"),
         (_has_copies(instance.plan), "plan.slot_expert", "copies", "one copy of an expert is run"),
         (_has_slices(instance.plan), "plan.slot_slice", "slices", "only whole experts are run"),
     )
     return [
-        _reason(f"{path}.{name}", value, message) for is_wrong, name, value, message in checks if is_wrong
+        *(_refused(path, instance, refusal) for refusal in refusals(cell)),
+        *(_reason(f"{path}.{name}", value, message) for is_wrong, name, value, message in checks if is_wrong),
     ]
+
+
+def _refused(path: str, instance: Instance, refusal: Refusal) -> Reason:
+    """A refusal of the table of combinations, at its place in the file."""
+    if refusal.field == "has_expert_tiers":
+        return _reason(f"{path}.tiers.experts", len(instance.tiers.experts), refusal.reason)
+    value = getattr(instance.layout, refusal.field)
+    return _reason(f"{path}.layout.{refusal.field}", value, refusal.reason)
 
 
 def _has_copies(plan: ExpertPlan) -> bool:

@@ -85,10 +85,12 @@ def layouts(draw: st.DrawFn) -> Layout:
     first = count if is_split else 0
     num_experts = draw(sizes) if is_split else count
     kinds = ["local"] if count + first == 1 else ["exchange", "gathered", "two_level", "shared_memory"]
+    dispatcher = draw(st.sampled_from(["remote"] if is_split else kinds))
     return Layout(
         attention=Grid(axes={"dp": dp, "kvp": kvp, "tp": tp}, ranks=tuple(range(count))),
         experts=Grid(axes={"ep": num_experts}, ranks=tuple(range(first, first + num_experts))),
-        dispatcher=draw(st.sampled_from(["remote"] if is_split else kinds)),
+        dispatcher=dispatcher,
+        ranks_per_node=1 if dispatcher == "two_level" else draw(st.sampled_from([None, 1, 8])),
         returns=draw(st.sampled_from(["choices", "subtrees"])),
         pipeline=draw(sizes),
         num_micro_batches=draw(sizes),
@@ -295,6 +297,9 @@ def test_absent_fields_take_their_defaults() -> None:
         ({"dispatcher": "remote"}, "experts on ranks of their own"),
         ({"is_fused": True}, "a fused layer sends nothing; dispatcher exchange does"),
         ({"num_micro_batches": 0}, "num_micro_batches must be at least 1"),
+        ({"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
+        ({"dispatcher": "two_level"}, "ranks on several nodes, got 4 ranks and ranks_per_node = None"),
+        ({"dispatcher": "two_level", "ranks_per_node": 4}, "set how many ranks share a node, or use exch"),
     ],
 )
 def test_contradictory_layouts_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -373,7 +378,9 @@ def test_every_field_that_does_not_run_is_named() -> None:
         "instances[0].count": replace(ONE, instances=(replace(one, count=2),)),
         "instances[0].phases": replace(ONE, instances=(replace(one, phases=frozenset({"decode"})),)),
         "instances[0].layout": with_layout(layout(), NUMERICS.with_leaves(matmul_shards=2)),
-        "instances[0].layout.dispatcher": with_layout(layout(), NUMERICS.with_leaves(matmul_shards=2)),
+        "instances[0].layout.dispatcher": with_layout(
+            layout(dispatcher="gathered"), NUMERICS.with_leaves(matmul_shards=2)
+        ),
         "instances[0].layout.returns": with_layout(replace(alone, returns="subtrees")),
         "instances[0].layout.pipeline": with_layout(replace(alone, pipeline=2)),
         "instances[0].layout.num_micro_batches": with_layout(replace(alone, num_micro_batches=2)),

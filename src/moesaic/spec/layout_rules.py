@@ -1,0 +1,61 @@
+"""Which combinations of a layout's choices there are and which of them this engine runs: the one table.
+
+`Layout` refuses contradictions by it, `Deployment.not_runnable` and `moesaic verify --layouts` what is not
+built, and docs/parallel.md prints it. Which numbers of ranks a layout may have is the layout's own rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, get_args
+
+Dispatcher = Literal["local", "gathered", "exchange", "two_level", "shared_memory", "remote"]
+DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
+
+NOT_BUILT: Mapping[Dispatcher, str] = MappingProxyType(
+    {
+        "gathered": "attention split over tp ranks is not built, and this dispatcher is for its tokens",
+        "shared_memory": "no transport over shared memory is built",
+        "remote": "no rank serves experts alone",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutCell:
+    """One combination."""
+
+    dispatcher: Dispatcher
+    is_fused: bool = False  # a layer's routed experts in one native call
+    num_micro_batches: int = 1
+    has_expert_tiers: bool = False  # experts in memory below the device's
+    has_graph: bool = False  # the step captured as a graph
+    is_native: bool = True  # the backend
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why a cell is not run: the field that would have to change."""
+
+    field: str
+    reason: str
+    is_contradiction: bool = False  # no build could run it
+
+
+def refusals(cell: LayoutCell) -> tuple[Refusal, ...]:
+    """Every reason against a cell; none: it runs."""
+    found = []
+    if cell.dispatcher in NOT_BUILT:
+        found.append(Refusal(field="dispatcher", reason=NOT_BUILT[cell.dispatcher]))
+    if cell.is_fused and cell.dispatcher != "local":
+        reason = f"a fused layer sends nothing; dispatcher {cell.dispatcher} does"
+        found.append(Refusal(field="is_fused", reason=reason, is_contradiction=True))
+    elif cell.is_fused and not cell.is_native:
+        found.append(Refusal(field="is_fused", reason="a fused layer is one call of native kernels"))
+    if cell.has_expert_tiers:
+        found.append(Refusal(field="has_expert_tiers", reason="all experts are resident"))
+    if cell.has_graph:
+        found.append(Refusal(field="has_graph", reason="no step is captured as a graph"))
+    return tuple(found)

@@ -1,0 +1,38 @@
+"""The table of combinations: what it refuses, `Layout` and `not_runnable` refuse in the same words."""
+
+from __future__ import annotations
+
+import pytest
+
+from moesaic.errors import ConfigError
+from moesaic.spec.deployment import Grid, Layout
+from moesaic.spec.layout_rules import DISPATCHERS, NOT_BUILT, Dispatcher, LayoutCell, refusals
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_a_dispatcher_runs_or_says_what_is_missing(dispatcher: Dispatcher) -> None:
+    found = refusals(LayoutCell(dispatcher=dispatcher, num_micro_batches=2))
+    expected = [NOT_BUILT[dispatcher]] if dispatcher in NOT_BUILT else []
+    assert [one.reason for one in found] == expected
+
+
+def test_a_fused_layer_is_one_native_call_on_one_rank() -> None:
+    assert not refusals(LayoutCell(dispatcher="local", is_fused=True))
+    (slow,) = refusals(LayoutCell(dispatcher="local", is_fused=True, is_native=False))
+    assert not slow.is_contradiction
+    (sent,) = refusals(LayoutCell(dispatcher="exchange", is_fused=True))
+    assert sent.is_contradiction
+    ranks = Grid(axes={"dp": 2}, ranks=(0, 1))
+    experts = Grid(axes={"ep": 2}, ranks=(0, 1))
+    with pytest.raises(ConfigError, match=sent.reason):
+        Layout(attention=ranks, experts=experts, dispatcher="exchange", is_fused=True)
+
+
+def test_every_reason_is_given_at_once() -> None:
+    cell = LayoutCell(dispatcher="remote", is_fused=True, has_expert_tiers=True, has_graph=True)
+    assert [one.field for one in refusals(cell)] == [
+        "dispatcher",
+        "is_fused",
+        "has_expert_tiers",
+        "has_graph",
+    ]
