@@ -127,8 +127,8 @@ class Layout:
             raise ConfigError(f"ranks_per_node must be at least 1, got {size}")
         if self.dispatcher == "two_level" and (size is None or size >= self.num_ranks):
             raise ConfigError(
-                f"dispatcher two_level is for ranks on several nodes, got {self.num_ranks} ranks and "
-                f"ranks_per_node = {size}; set how many ranks share a node, or use exchange"
+                f"dispatcher two_level is for ranks on several nodes, got ranks_per_node = {size} and "
+                f"num_ranks = {self.num_ranks}; set how many ranks share a node, or use exchange"
             )
 
     def check_numerics(self, numerics: Numerics) -> None:

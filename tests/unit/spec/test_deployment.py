@@ -298,7 +298,7 @@ def test_absent_fields_take_their_defaults() -> None:
         ({"is_fused": True}, "a fused layer sends nothing; dispatcher exchange does"),
         ({"num_micro_batches": 0}, "num_micro_batches must be at least 1"),
         ({"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
-        ({"dispatcher": "two_level"}, "ranks on several nodes, got 4 ranks and ranks_per_node = None"),
+        ({"dispatcher": "two_level"}, "several nodes, got ranks_per_node = None and num_ranks = 4"),
         ({"dispatcher": "two_level", "ranks_per_node": 4}, "set how many ranks share a node, or use exch"),
     ],
 )

@@ -1,0 +1,197 @@
+"""The layouts of `moesaic verify --layouts`: which there are, which are refused and why, which are run. No
+torch here.
+
+    shape       dispatcher, ranks, what returns, fused or not: legal or refused
+    cell        a legal shape with a dtype, a backend, micro-batches and a placement of experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Literal
+
+import numpy as np
+
+from moesaic.engine.layout import check_layout
+from moesaic.errors import ConfigError
+from moesaic.spec.deployment import Grid, Layout
+from moesaic.spec.experts import ExpertPlan, contiguous_plan
+from moesaic.spec.layout_rules import DISPATCHERS, Dispatcher, LayoutCell, refusals
+from moesaic.spec.model import ModelSpec
+
+Returns = Literal["choices", "subtrees"]
+Placement = Literal["contiguous", "random", "replicated"]
+RETURNS: tuple[Returns, ...] = ("choices", "subtrees")
+PLACEMENTS: tuple[Placement, ...] = ("contiguous", "random", "replicated")
+NUM_RANKS = (1, 2, 3, 4)
+MICRO_BATCHES = (1, 2)
+REPLICATED_SHARE = 0.5  # of the experts get a second copy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What decides whether a layout is run."""
+
+    dispatcher: Dispatcher
+    num_ranks: int
+    returns: Returns
+    is_fused: bool
+
+    def layout(self, num_micro_batches: int = 1) -> Layout:
+        """Attention on every rank for its own requests, experts over all ranks; two ranks share a node.
+
+        Raises: ConfigError for what contradicts itself.
+        """
+        ranks = tuple(range(self.num_ranks))
+        is_far = self.dispatcher == "two_level"
+        return Layout(
+            attention=Grid(axes={"dp": self.num_ranks}, ranks=ranks),
+            experts=Grid(axes={"ep": self.num_ranks}, ranks=ranks),
+            dispatcher=self.dispatcher,
+            returns=self.returns,
+            num_micro_batches=num_micro_batches,
+            is_fused=self.is_fused,
+            ranks_per_node=(2 if self.num_ranks > 2 else 1) if is_far else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One way of computing a model."""
+
+    dtype: str
+    backend: str
+    shape: Shape
+    num_micro_batches: int
+    placement: Placement
+
+    @property
+    def name(self) -> str:
+        """`float32 native/avx2, 3 ranks, exchange, subtrees, replicated, 2 micro-batches`."""
+        shape, parts = self.shape, self.num_micro_batches
+        words = [f"{self.dtype} {self.backend}", countcount_ranks(shape.num_ranks), shape.dispatcher]
+        words += ["fused"] if shape.is_fused else []
+        words += [] if shape.dispatcher == "local" else [shape.returns]
+        words += [self.placement, "1 micro-batch" if parts == 1 else f"{parts} micro-batches"]
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """A layout, or a kind of layouts, that is not run."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrix:
+    """What is to be run, in the order of running, and what is not."""
+
+    cells: tuple[Cell, ...]
+    refused: tuple[Refused, ...]
+
+    @property
+    def expected(self) -> int:
+        """All that the report must account for."""
+        return len(self.cells) + len(self.refused)
+
+
+def make_matrix(spec: ModelSpec, dtypes: Sequence[str], backends: Sequence[str], *, is_long: bool) -> Matrix:
+    """All cells of a model, or a set of them in which every two values of any two axes meet."""
+    legal: list[tuple[str, Shape]] = []
+    refused: dict[str, str] = {}
+    for backend, shape in product(backends, _shapes()):
+        why = _refusal(shape, backend, spec)
+        if why is None:
+            legal.append((backend, shape))
+        else:
+            refused.setdefault(why.name, why.reason)
+    cells: list[Cell] = []
+    for dtype in dtypes:
+        found = [
+            Cell(dtype=dtype, backend=backend, shape=shape, num_micro_batches=parts, placement=placement)
+            for (backend, shape), parts, placement in product(legal, MICRO_BATCHES, PLACEMENTS)
+        ]
+        cells += found if is_long else _covering(found)
+    # Ranks with one placement on one backend are made once.
+    cells.sort(key=lambda cell: (dtypes.index(cell.dtype), *_group(cell, backends)))
+    return Matrix(
+        cells=tuple(cells),
+        refused=tuple(Refused(name=name, reason=reason) for name, reason in refused.items()),
+    )
+
+
+def _shapes() -> Iterator[Shape]:
+    for is_fused, dispatcher, num_ranks, returns in product((False, True), DISPATCHERS, NUM_RANKS, RETURNS):
+        yield Shape(dispatcher=dispatcher, num_ranks=num_ranks, returns=returns, is_fused=is_fused)
+
+
+def _refusal(shape: Shape, backend: str, spec: ModelSpec) -> Refused | None:
+    """Why a shape is not run, under the shortest name that all of its kind share; None: it runs."""
+    cell = LayoutCell(
+        dispatcher=shape.dispatcher, is_fused=shape.is_fused, is_native=backend.startswith("native/")
+    )
+    for refusal in refusals(cell):
+        name: str = shape.dispatcher
+        if refusal.field == "is_fused":
+            name += " fused" if refusal.is_contradiction else f" fused, {backend}"
+        return Refused(name=name, reason=refusal.reason)
+    try:
+        layout = shape.layout()
+    except ConfigError as error:
+        return Refused(name=f"{shape.dispatcher}, {count_ranks(shape.num_ranks)}", reason=str(error))
+    try:
+        check_layout(layout, spec)
+    except ConfigError as error:
+        return Refused(name=count_ranks(shape.num_ranks), reason=str(error))
+    if shape.dispatcher == "local" and shape.returns != "choices":
+        return Refused(name=f"local, {shape.returns}", reason="nothing is returned where nothing is sent")
+    return None
+
+
+def count_ranks(count: int) -> str:
+    """`1 rank`, `3 ranks`."""
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _group(cell: Cell, backends: Sequence[str]) -> tuple[int, int, int, bool]:
+    shape = cell.shape
+    return backends.index(cell.backend), PLACEMENTS.index(cell.placement), shape.num_ranks, shape.is_fused
+
+
+def _covering(cells: Sequence[Cell]) -> list[Cell]:
+    """Few of the cells, which hold every pair of values that any cell holds. Greedy, so not the fewest."""
+    left = set().union(*(_pairs(cell) for cell in cells))
+    found = []
+    while left:
+        best = max(cells, key=lambda cell: len(_pairs(cell) & left))
+        found.append(best)
+        left -= _pairs(best)
+    return found
+
+
+def _pairs(cell: Cell) -> set[tuple[object, object]]:
+    return set(combinations((cell.shape, cell.backend, f"{cell.num_micro_batches} parts", cell.placement), 2))
+
+
+def make_plan(num_experts: tuple[int, ...], num_ranks: int, placement: Placement) -> ExpertPlan:
+    """contiguous; random: any expert on any rank, ranks of any size; replicated: random with more copies."""
+    if placement == "contiguous":
+        return contiguous_plan(num_experts, num_ranks)
+    rng = np.random.default_rng(num_ranks)
+    slot_expert, slot_rank = [], []
+    for count in num_experts:
+        copies = int(count * REPLICATED_SHARE) if placement == "replicated" else 0
+        experts = np.concatenate([rng.permutation(count), rng.permutation(count)[:copies]])
+        slot_expert.append(experts.astype(np.int64))
+        slot_rank.append(rng.integers(0, num_ranks, len(experts)))
+    return ExpertPlan(
+        version=1,
+        slot_rank=tuple(slot_rank),
+        slot_expert=tuple(slot_expert),
+        slot_slice=tuple(np.zeros_like(slots) for slots in slot_expert),
+        slot_share=tuple(np.ones(len(slots)) for slots in slot_expert),
+    )

@@ -1,0 +1,344 @@
+"""`moesaic verify --layouts`: a model on one rank and in every layout, compared bit for bit.
+
+All ranks of a layout live in this process and take turns in one thread; what they compute, and what they say
+to each other, is what ranks in processes would. The negative control sums one partial per rank, as a layout
+suggests: a comparison that did not notice would prove nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from moesaic.account.params import count_params
+from moesaic.audit.layout_cells import (
+    NUM_RANKS,
+    REPLICATED_SHARE,
+    Cell,
+    Refused,
+    Shape,
+    count_ranks,
+    make_matrix,
+    make_plan,
+)
+from moesaic.audit.layout_trace import Trace, Work, compare, make_work, run_ranks
+from moesaic.engine.config import EngineConfig
+from moesaic.engine.machine import read_machine
+from moesaic.errors import ConfigError, HostMemoryShort
+from moesaic.experts.contract import ExpertBatch, ExpertSide, Routing, Tag, Ticket, TokenSide
+from moesaic.kernels.ops import backends
+from moesaic.models.build import Dispatcher, LoadedModel, Share, build, read_spec
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.parallel.dispatch.build import make_dispatcher
+from moesaic.parallel.transport import MemoryWires, Transport
+from moesaic.spec.experts import ExpertPlan
+from moesaic.spec.model import ModelSpec
+from moesaic.spec.numerics import DTYPE_BYTES, DType, Numerics
+from moesaic.spec.numerics import preset as numerics_of
+from moesaic.steps import Wait
+
+Say = Callable[[str], None]
+CONTROL_RANKS = 3  # with two, half of all sums of four are still right
+MIN_CHOICES = 3  # two products have one order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutResult:
+    """One layout against one rank; the differing layer is None where none differs, or only the head does."""
+
+    name: str
+    ranks: int
+    dispatcher: str
+    returns: str
+    bit_identical: bool
+    max_abs_logit_diff: float
+    first_differing_layer: int | None
+    first_difference: str | None  # embedding, layer 3, head
+    dtype: str
+    backend: str
+    placement: str
+    num_micro_batches: int
+    is_fused: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutVerification:
+    """What `moesaic verify --layouts` found."""
+
+    model: str
+    scope: str  # all, long
+    layouts: tuple[LayoutResult, ...]
+    expected: int
+    refused: tuple[Refused, ...]
+    negative_control_caught: bool | None  # None: there is no wrong order to notice
+    num_rows: int
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Every check that failed, in words."""
+        found = [
+            f"{one.name}: other bits from {one.first_difference} on, logits by up to "
+            f"{one.max_abs_logit_diff:.3g}"
+            for one in self.layouts
+            if not one.bit_identical
+        ]
+        if self.negative_control_caught is False:
+            found.append("one partial sum per rank was not noticed: the comparison proves nothing")
+        if self.expected != len(self.layouts) + len(self.refused):
+            found.append(
+                f"{self.expected} layouts were expected, {len(self.layouts)} run and {len(self.refused)} "
+                "refused"
+            )
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; the first six keys are a stable interface."""
+        plain = asdict(self)
+        return {
+            "layouts": [asdict(one) for one in self.layouts],
+            "expected": self.expected,
+            "run": len(self.layouts),
+            "refused": [asdict(one) for one in self.refused],
+            "negative_control_caught": self.negative_control_caught,
+            "ok": not self.failures,
+            "failures": list(self.failures),
+            **{name: plain[name] for name in ("model", "scope", "num_rows", "notes", "seconds")},
+        }
+
+
+def verify_layouts(
+    wishes: EngineConfig, *, is_long: bool, name: str | None = None, say: Say = lambda text: None
+) -> LayoutVerification:
+    """Compute a checkpoint in every layout and compare each with one rank.
+
+    `wishes` says the folder, the format of the weights, the threads, and, where it names them, the one dtype
+    and the one backend; else float32 comes first, where memory holds it, then the checkpoint's own, each on
+    every backend of this machine.
+
+    Raises: ConfigError for a model without routed experts; HostMemoryShort with what is needed; what
+            `models.build.build` raises.
+    """
+    began_s = time.monotonic()
+    spec = read_spec(wishes.model)
+    if not spec.moe_layers:
+        raise ConfigError(f"{wishes.model} has no routed experts, so there is one layout: nothing to compare")
+    dtypes, notes = _dtypes(spec, wishes)
+    levels = backends() if wishes.backend is None else (wishes.backend,)
+    matrix = make_matrix(spec, dtypes, levels, is_long=is_long)
+    stage = _Stage(wishes, spec, make_work(spec))
+    results: list[LayoutResult] = []
+    for (dtype, backend), of_numerics in groupby(matrix.cells, lambda cell: (cell.dtype, cell.backend)):
+        say(f"{dtype} {backend}: alone, to compare with")
+        numerics = stage.numerics(dtype, backend)
+        expected = stage.alone(numerics)
+        for (placement, shape), cells in groupby(of_numerics, _company):
+            some = list(cells)
+            plan = make_plan(stage.num_experts, shape.num_ranks, placement)
+            say(f"{dtype} {backend}, {count_ranks(shape.num_ranks)}, {placement}: {len(some)} layouts")
+            with stage.ranks(numerics, plan, shape) as ranks:
+                results += [_result(cell, ranks.run(cell), expected) for cell in some]
+    say("the negative control")
+    caught = _control(stage, dtypes[0], levels[0])
+    if caught is None:
+        notes.append("no negative control: a sum of at most two products has one order")
+    return LayoutVerification(
+        model=name or wishes.model,
+        scope="long" if is_long else "all",
+        layouts=tuple(results),
+        expected=matrix.expected,
+        refused=matrix.refused,
+        negative_control_caught=caught,
+        num_rows=stage.work.num_rows,
+        notes=tuple(notes),
+        seconds=round(time.monotonic() - began_s, 1),
+    )
+
+
+def dump_json(found: LayoutVerification) -> str:
+    """The verification as indented JSON text."""
+    return json.dumps(found.to_json(), indent=2, allow_nan=False)
+
+
+def need_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Memory of the largest layout: what is no expert once a rank, experts once and their copies."""
+    total = count_params(spec).total
+    experts = total["routed_experts"]
+    rest = sum(total.values()) - experts
+    return int(DTYPE_BYTES[dtype] * (max(NUM_RANKS) * rest + (1 + REPLICATED_SHARE) * experts))
+
+
+def _dtypes(spec: ModelSpec, wishes: EngineConfig) -> tuple[list[str], list[str]]:
+    """The dtypes to compare in, float32 first, and why it is left out.
+
+    Raises: HostMemoryShort when none fits.
+    """
+    wished = wishes.dtype or (spec.dtype if wishes.format else None)
+    dtypes = list(dict.fromkeys([wished] if wished else ["float32", spec.dtype]))
+    have = read_machine().available_bytes
+    fitting = [dtype for dtype in dtypes if need_bytes(spec, dtype) <= have]
+    notes = [
+        f"not compared in {dtype}: {max(NUM_RANKS)} ranks in one process take about "
+        f"{need_bytes(spec, dtype) / 1e9:.1f} GB of memory and {have / 1e9:.1f} GB are available"
+        for dtype in dtypes
+        if dtype not in fitting
+    ]
+    if not fitting:
+        raise HostMemoryShort(
+            f"{wishes.model} is {notes[-1]}; use a larger machine, or a model of the family with fewer layers"
+        )
+    return fitting, notes
+
+
+def _company(cell: Cell) -> tuple[Any, Shape]:
+    """What cells have in common that run on the same loaded ranks."""
+    return cell.placement, Shape(
+        dispatcher="local" if cell.shape.num_ranks == 1 else "exchange",
+        num_ranks=cell.shape.num_ranks,
+        returns="choices",
+        is_fused=cell.shape.is_fused,
+    )
+
+
+def _result(cell: Cell, found: Trace, expected: Trace) -> LayoutResult:
+    difference = compare(found, expected)
+    kind, _, number = (difference.first or "").partition(" ")
+    shape = cell.shape
+    return LayoutResult(
+        name=cell.name,
+        ranks=shape.num_ranks,
+        dispatcher=shape.dispatcher,
+        returns=shape.returns,
+        bit_identical=difference.first is None,
+        max_abs_logit_diff=difference.max_abs_logit_diff,
+        first_differing_layer=int(number) if kind == "layer" else None,
+        first_difference=difference.first,
+        dtype=cell.dtype,
+        backend=cell.backend,
+        placement=cell.placement,
+        num_micro_batches=cell.num_micro_batches,
+        is_fused=shape.is_fused,
+    )
+
+
+def _control(stage: _Stage, dtype: str, backend: str) -> bool | None:
+    """Whether one partial sum per rank is noticed; None where no model of this kind could show it."""
+    num_ranks = min(CONTROL_RANKS, min(stage.num_experts))
+    if num_ranks < 2 or max(moe.experts_per_token for _, moe in stage.spec.moe_layers) < MIN_CHOICES:
+        return None
+    shape = Shape(dispatcher="exchange", num_ranks=num_ranks, returns="choices", is_fused=False)
+    cell = Cell(dtype=dtype, backend=backend, shape=shape, num_micro_batches=1, placement="random")
+    numerics = stage.numerics(dtype, backend)
+    expected = stage.alone(numerics)
+    wrong = replace(numerics, combine="per_rank")
+    with stage.ranks(wrong, make_plan(stage.num_experts, num_ranks, "random"), shape) as ranks:
+        return compare(ranks.run(cell), expected).first is not None
+
+
+class _Stage:
+    """A checkpoint, and what is computed with it."""
+
+    def __init__(self, wishes: EngineConfig, spec: ModelSpec, work: Work) -> None:
+        machine = read_machine()
+        self.spec = spec
+        self.work = work
+        self.num_experts = tuple(moe.num_experts for _, moe in spec.moe_layers)
+        self._wishes = wishes
+        self._num_threads = wishes.threads(machine)
+        self._available_bytes = machine.available_bytes
+
+    def numerics(self, dtype: str, backend: str) -> Numerics:
+        """As an engine would resolve them."""
+        kind: DType = dtype  # type: ignore[assignment]  # one of the two, as it came from them
+        return numerics_of(self._wishes.preset, dtype=kind, backend=backend, format=self._wishes.format)
+
+    def alone(self, numerics: Numerics) -> Trace:
+        """What one rank computes that holds the whole model, all rows of a step in one batch."""
+        return run_ranks([self._build(numerics, None)], self.work, num_micro_batches=1)
+
+    @contextmanager
+    def ranks(self, numerics: Numerics, plan: ExpertPlan, shape: Shape) -> Iterator[_Ranks]:
+        """Ranks with their shares of the model, in memory within the block."""
+        seats = [_Seat() for _ in range(shape.num_ranks)]
+        models = []
+        for rank, seat in enumerate(seats):
+
+            def dispatcher(spec: ModelSpec, numerics: Numerics, seat: _Seat = seat) -> Dispatcher:
+                if shape.is_fused:
+                    wires = MemoryWires(1).transport(0)
+                    return make_dispatcher(shape.layout(), spec.moe_layers, numerics, plan, wires)
+                return seat
+
+            models.append(self._build(numerics, Share(rank=rank, plan=plan, dispatcher=dispatcher)))
+        yield _Ranks(models, seats, numerics, plan, self.work)
+
+    def _build(self, numerics: Numerics, share: Share | None) -> LoadedModel:
+        return build(
+            Checkpoint.open(self._wishes.model),
+            self.spec,
+            numerics,
+            num_threads=self._num_threads,
+            available_bytes=self._available_bytes,
+            share=share,
+        )
+
+
+class _Ranks:
+    """Ranks that were loaded once, for layouts that differ in their dispatcher."""
+
+    def __init__(
+        self,
+        models: Sequence[LoadedModel],
+        seats: Sequence[_Seat],
+        numerics: Numerics,
+        plan: ExpertPlan,
+        work: Work,
+    ) -> None:
+        self._models = models
+        self._seats = seats
+        self._numerics = numerics
+        self._plan = plan
+        self._work = work
+
+    def run(self, cell: Cell) -> Trace:
+        """The whole work in one layout."""
+        layout = cell.shape.layout(cell.num_micro_batches)
+        wires = MemoryWires(layout.num_ranks)
+        for rank, seat in enumerate(self._seats):
+            transport: Transport = wires.transport(rank)
+            seat.dispatcher = make_dispatcher(
+                layout, self._models[rank].spec.moe_layers, self._numerics, self._plan, transport
+            )
+        found = run_ranks(self._models, self._work, num_micro_batches=cell.num_micro_batches)
+        if wires.boxes:
+            raise AssertionError("a message was sent that nobody took")
+        return found
+
+
+class _Seat(TokenSide, ExpertSide):
+    """Where a loaded rank finds its dispatcher: another one for each layout."""
+
+    dispatcher: Dispatcher
+
+    def send(self, x_TD: torch.Tensor, routing: Routing, tag: Tag, hint_E: torch.Tensor | None) -> Ticket:
+        return self.dispatcher.send(x_TD, routing, tag, hint_E)
+
+    def collect(self, ticket: Ticket) -> torch.Tensor:
+        return self.dispatcher.collect(ticket)
+
+    def next(self, tag: Tag | None) -> Wait:
+        return self.dispatcher.next(tag)
+
+    def receive(self, tag: Tag | None) -> ExpertBatch:
+        return self.dispatcher.receive(tag)
+
+    def reply(self, batch: ExpertBatch, out_JD: torch.Tensor) -> None:
+        self.dispatcher.reply(batch, out_JD)
