@@ -71,7 +71,7 @@ class Cell:
     def name(self) -> str:
         """`float32 native/avx2, 3 ranks, exchange, subtrees, replicated, 2 micro-batches`."""
         shape, parts = self.shape, self.num_micro_batches
-        words = [f"{self.dtype} {self.backend}", countcount_ranks(shape.num_ranks), shape.dispatcher]
+        words = [f"{self.dtype} {self.backend}", count_ranks(shape.num_ranks), shape.dispatcher]
         words += ["fused"] if shape.is_fused else []
         words += [] if shape.dispatcher == "local" else [shape.returns]
         words += [self.placement, "1 micro-batch" if parts == 1 else f"{parts} micro-batches"]

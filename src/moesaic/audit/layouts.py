@@ -181,7 +181,7 @@ def _dtypes(spec: ModelSpec, wishes: EngineConfig) -> tuple[list[str], list[str]
 
     Raises: HostMemoryShort when none fits.
     """
-    wished = wishes.dtype or (spec.dtype if wishes.format else None)
+    wished = wishes.dtype or (spec.dtype if wishes.format or wishes.kv_format else None)
     dtypes = list(dict.fromkeys([wished] if wished else ["float32", spec.dtype]))
     have = read_machine().available_bytes
     fitting = [dtype for dtype in dtypes if need_bytes(spec, dtype) <= have]
@@ -258,7 +258,10 @@ class _Stage:
     def numerics(self, dtype: str, backend: str) -> Numerics:
         """As an engine would resolve them."""
         kind: DType = dtype  # type: ignore[assignment]  # one of the two, as it came from them
-        return numerics_of(self._wishes.preset, dtype=kind, backend=backend, format=self._wishes.format)
+        wishes = self._wishes
+        return numerics_of(
+            wishes.preset, dtype=kind, backend=backend, format=wishes.format, kv_format=wishes.kv_format
+        )
 
     def alone(self, numerics: Numerics) -> Trace:
         """What one rank computes that holds the whole model, all rows of a step in one batch."""

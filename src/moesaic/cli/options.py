@@ -12,6 +12,9 @@ import typer
 
 from moesaic.engine.config import EngineConfig
 
+CHECK_FAILED = 3
+"""Exit code of a verb that checked something and found it wrong."""
+
 Model = Annotated[str, typer.Argument(help="A model folder, a cached ORG/NAME, or demo.")]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Requests computed in one step.")]
 KvBytes = Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,14 +14,21 @@ import typer
 
 from moesaic.audit.prompts import HEAVY_TOKENS, NUM_TOKENS
 from moesaic.audit.verify import Pass, Verification, dump_json, verify
-from moesaic.cli.options import FormatName, KvFormatName
+from moesaic.cli.options import CHECK_FAILED, FormatName, KvFormatName
+from moesaic.cli.verify_layouts import verify_layouts_command
 from moesaic.engine.config import EngineConfig, read_environment, read_hub_cache
 from moesaic.errors import ConfigError
 from moesaic.spec.locate import Located, locate
 from moesaic.units import format_bytes
 
-CHECK_FAILED = 3
 SHOWN = 5  # tensors named on the screen; --json has all
+
+
+class LayoutSet(StrEnum):
+    """Which layouts `--layouts` compares."""
+
+    ALL = "all"
+    LONG = "long"
 
 
 def verify_command(
@@ -49,9 +57,16 @@ def verify_command(
             help="Folder that transformers runs, such as the original of a conversion [default: the same]."
         ),
     ] = None,
+    layouts: Annotated[
+        LayoutSet | None,
+        typer.Option(
+            help="Compare layouts of 1 to 4 ranks with one rank instead: all, where every two choices meet; "
+            "long, every combination."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check a model against transformers, alone and in batches."""
+    """Check a model against transformers, alone and in batches, or its layouts against one rank."""
     if find_spec("torch") is None:  # else a child process would say so, in its own words
         raise ModuleNotFoundError("verify runs the model", name="torch")
     hub, environment = read_hub_cache(), read_environment()
@@ -64,13 +79,23 @@ def verify_command(
         num_threads=threads or environment.num_threads,
         backend=environment.backend,
     )
+    show = _show_since(time.monotonic())
+    if layouts is not None:
+        unused = {"--prompts": prompts, "--tokens": tokens, "--reference": reference}
+        given = [name for name, value in unused.items() if value is not None]
+        if given:
+            raise ConfigError(f"--layouts compares this engine with itself, so leave out {', '.join(given)}")
+        verify_layouts_command(
+            wishes, located.name, is_long=layouts is LayoutSet.LONG, as_json=as_json, show=show
+        )
+        return
     found = verify(
         located,
         wishes,
         reference=None if reference is None else _locate_reference(reference, hub),
         prompts=prompts,
         num_tokens=tokens,
-        show=_show_since(time.monotonic()),
+        show=show,
     )
     typer.echo(dump_json(found) if as_json else render(found))
     if found.failures:
