@@ -1,0 +1,102 @@
+"""The layouts that `verify --layouts` compares: none is forgotten, none runs without a rule."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+from moesaic.audit.layout_cells import (
+    MICRO_BATCHES,
+    NUM_RANKS,
+    PLACEMENTS,
+    RETURNS,
+    Cell,
+    Placement,
+    make_matrix,
+    make_plan,
+)
+from moesaic.spec.families import read_config
+from moesaic.spec.layout_rules import DISPATCHERS, NOT_BUILT
+from moesaic.spec.locate import preset
+from moesaic.spec.model import ModelSpec
+
+LEVELS = ("reference", "native/avx2")
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return read_config(preset("olmoe-1b-7b-0924").config, name="olmoe")
+
+
+def values(cell: Cell) -> tuple[object, ...]:
+    return cell.shape, cell.backend, cell.num_micro_batches, cell.placement
+
+
+def test_long_is_the_product_of_all_that_is_legal(spec: ModelSpec) -> None:
+    matrix = make_matrix(spec, ["float32"], LEVELS, is_long=True)
+    # local on one rank, exchange on one to four, two levels on two to four; and a fused layer where native
+    shapes = {"local": 1, "exchange": len(NUM_RANKS) * len(RETURNS), "two_level": 3 * len(RETURNS)}
+    assert set(shapes) == set(DISPATCHERS) - set(NOT_BUILT)
+    for_each = len(MICRO_BATCHES) * len(PLACEMENTS)
+    assert len(matrix.cells) == for_each * (len(LEVELS) * sum(shapes.values()) + 1)
+    assert len(set(matrix.cells)) == len({cell.name for cell in matrix.cells}) == len(matrix.cells)
+    assert matrix.expected == len(matrix.cells) + len(matrix.refused)
+
+
+def test_all_holds_every_pair_of_choices_in_each_dtype(spec: ModelSpec) -> None:
+    dtypes = ["float32", "bfloat16"]
+    few = make_matrix(spec, dtypes, LEVELS, is_long=False).cells
+    every = make_matrix(spec, dtypes, LEVELS, is_long=True).cells
+    assert set(few) < set(every)
+    assert len(few) < len(every) / 2
+    for dtype in dtypes:
+        pairs = [
+            {pair for cell in cells if cell.dtype == dtype for pair in combinations(values(cell), 2)}
+            for cells in (few, every)
+        ]
+        assert pairs[0] == pairs[1]
+
+
+def test_float32_comes_first_and_ranks_that_are_loaded_alike_together(spec: ModelSpec) -> None:
+    cells = make_matrix(spec, ["float32", "bfloat16"], LEVELS, is_long=True).cells
+    keys = [
+        (cell.dtype, cell.backend, cell.placement, cell.shape.num_ranks, cell.shape.is_fused)
+        for cell in cells
+    ]
+    changes = sum(a != b for a, b in pairwise(keys))
+    assert changes + 1 == len(set(keys))
+    assert keys[0][0] == "float32"
+    assert keys[-1][0] == "bfloat16"
+
+
+def test_each_kind_of_layout_that_is_not_run_has_a_reason(spec: ModelSpec) -> None:
+    refused = {one.name: one.reason for one in make_matrix(spec, ["float32"], LEVELS, is_long=False).refused}
+    assert set(NOT_BUILT) < set(refused)
+    assert refused["gathered"] == NOT_BUILT["gathered"]
+    assert "sends nothing, so it has one rank" in refused["local, 3 ranks"]
+    assert "several nodes" in refused["two_level, 1 rank"]
+    assert refused["local, subtrees"] == "nothing is returned where nothing is sent"
+    assert refused["local fused, reference"] == "a fused layer is one call of native kernels"
+    assert refused["exchange fused"] == "a fused layer sends nothing; dispatcher exchange does"
+
+
+def test_more_ranks_than_experts_are_refused() -> None:
+    config = dict(preset("olmoe-1b-7b-0924").config) | {"num_experts": 3, "num_experts_per_tok": 2}
+    matrix = make_matrix(read_config(config, name="few"), ["float32"], LEVELS, is_long=False)
+    assert {cell.shape.num_ranks for cell in matrix.cells} == {1, 2, 3}
+    assert any(one.name == "4 ranks" and "for 3 experts" in one.reason for one in matrix.refused)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_placements_hold_every_expert(placement: Placement, num_ranks: int) -> None:
+    plan = make_plan((16, 8), num_ranks, placement)
+    for count, experts, ranks in zip((16, 8), plan.slot_expert, plan.slot_rank, strict=True):
+        assert set(experts.tolist()) == set(range(count))
+        assert len(experts) == (1.5 if placement == "replicated" else 1) * count
+        assert ranks.max() < num_ranks
+        sizes = np.bincount(ranks, minlength=num_ranks)
+        if num_ranks > 1 and placement != "contiguous":
+            assert sizes.max() > sizes.min(), "ranks of unequal size are part of it"
