@@ -182,7 +182,7 @@ def _dtypes(spec: ModelSpec, wishes: EngineConfig) -> tuple[list[str], list[str]
     Raises: HostMemoryShort when none fits.
     """
     wished = wishes.dtype or (spec.dtype if wishes.format or wishes.kv_format else None)
-    dtypes = list(dict.fromkeys([wished] if wished else ["float32", spec.dtype]))
+    dtypes: list[str] = list(dict.fromkeys([wished] if wished else ["float32", spec.dtype]))
     have = read_machine().available_bytes
     fitting = [dtype for dtype in dtypes if need_bytes(spec, dtype) <= have]
     notes = [

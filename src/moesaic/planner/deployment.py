@@ -16,7 +16,6 @@ from moesaic.placement.pack import Slots, pack_apart, placed_slots
 from moesaic.planner.plan import Plan, Pool
 from moesaic.spec.deployment import (
     Deployment,
-    Dispatcher,
     ExpertTier,
     Grid,
     Instance,
@@ -26,6 +25,7 @@ from moesaic.spec.deployment import (
     TierPlan,
 )
 from moesaic.spec.experts import ExpertPlan, FloatArray, Phase
+from moesaic.spec.layout_rules import Dispatcher
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics, preset
 
