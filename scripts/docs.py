@@ -104,11 +104,54 @@ def figures_page() -> str:
     return NOTE + page()
 
 
+def parallel_page() -> str:
+    """The page as it is written by hand, its table of layouts made anew."""
+    text = (ROOT / "docs/parallel.md").read_text()
+    before, rest = text.split(LAYOUTS_FROM)
+    _, after = rest.split(LAYOUTS_TO)
+    return f"{before}{LAYOUTS_FROM}\n{_layout_table()}{LAYOUTS_TO}{after}"
+
+
+def _layout_table() -> str:
+    """What runs of dispatcher x fused x micro-batches x tiers x graph, and why the rest does not."""
+    from moesaic.spec.layout_rules import DISPATCHERS, LayoutCell, refusals
+
+    columns = {
+        "1 micro-batch": {},
+        "2 or more": {"num_micro_batches": 2},
+        "expert tiers": {"has_expert_tiers": True},
+        "graph": {"has_graph": True},
+    }
+    notes: list[str] = []
+
+    def shown(cell: LayoutCell) -> str:
+        reasons = [one.reason for one in refusals(cell)]
+        notes.extend(reason for reason in reasons if reason not in notes)
+        return f"no ({', '.join(str(notes.index(reason) + 1) for reason in reasons)})" if reasons else "runs"
+
+    lines = ["| dispatcher | fused | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 2)]
+    for dispatcher in DISPATCHERS:
+        for is_fused in (False, True):
+            if any(
+                one.is_contradiction for one in refusals(LayoutCell(dispatcher=dispatcher, is_fused=is_fused))
+            ):
+                continue
+            cells = [
+                shown(LayoutCell(dispatcher=dispatcher, is_fused=is_fused, **changes))
+                for changes in columns.values()
+            ]
+            lines.append(f"| `{dispatcher}` | {'yes' if is_fused else 'no'} | {' | '.join(cells)} |")
+    lines += ["", *(f"{i}. {note}" for i, note in enumerate(notes, 1))]
+    return "\n".join(lines) + "\n"
+
+
+LAYOUTS_FROM, LAYOUTS_TO = "<!-- layouts: by scripts/docs.py -->", "<!-- end of layouts -->"
 PAGES = {
     "docs/cli.md": cli_page,
     "docs/metrics.md": metrics_page,
     "docs/models.md": models_page,
     "docs/figures.md": figures_page,
+    "docs/parallel.md": parallel_page,
 }
 
 
