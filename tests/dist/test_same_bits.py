@@ -32,6 +32,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moesaic.cost.exchange import copies_once, copies_sent
 from moesaic.errors import ConfigError, PeerLost
 from moesaic.experts.blob import BlobLayout, Part
 from moesaic.experts.contract import ExpertBatch, ExpertFfn, RoutedExperts, Routing, Tag
@@ -46,7 +47,7 @@ from moesaic.parallel.dispatch.two_level import TwoLevel
 from moesaic.parallel.transport import MemoryWires, Transport
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
 from moesaic.spec.model import GateSpec, MoeSpec
-from moesaic.spec.numerics import DType, Numerics, preset
+from moesaic.spec.numerics import DType, Numerics, WireFormat, preset
 from moesaic.steps import Steps, drive, drive_ready
 
 NUM_EXPERTS, WIDTH, INNER, NUM_TOKENS = 16, 64, 32, 260
@@ -117,6 +118,12 @@ def make_model(dtype: DType, num_choices: int = 8, weight_on: Literal["output", 
         },
         x_TD=torch.randn(NUM_TOKENS, WIDTH, generator=rng).to(getattr(torch, dtype)),
     )
+
+
+@lru_cache
+def over_the_wire(model: Model, wire_format: WireFormat) -> Model:
+    """The same model, its rows rounded on their way to experts."""
+    return replace(model, numerics=replace(model.numerics, wire_format=wire_format))
 
 
 @lru_cache
@@ -478,6 +485,44 @@ def test_bytes_on_the_wire_are_the_rows_and_the_jobs_and_nothing_else() -> None:
     assert sent["choices"] == sent["subtrees"] == 4 * HEAD_BYTES + num_rows * ROW_BYTES + num_jobs * JOB_BYTES
     assert returned["choices"] == 4 * HEAD_BYTES + num_jobs * ROW_BYTES
     assert returned["subtrees"] < 0.8 * returned["choices"]
+
+
+def test_as_many_rows_travel_as_the_planner_prices() -> None:
+    """Uniform choices: a row goes once to each other rank with any of its experts, exact sizes, no padding."""
+    model, num_ranks, num_tokens = make_model("float32"), 4, 4096
+    world = make_ranks(model, make_plan("contiguous", num_ranks), num_ranks)
+    rng = np.random.default_rng(0)
+    choices = [rng.choice(NUM_EXPERTS, model.layers[0][1].experts_per_token, replace=False) for _ in range(num_tokens)]
+    routing = Routing(
+        experts_TK=torch.from_numpy(np.sort(choices)),
+        weights_TK=torch.ones(num_tokens, model.layers[0][1].experts_per_token),
+    )
+    side = world.sides[0]
+    side.send(torch.zeros(num_tokens, WIDTH), routing, make_tag(1), None)
+    num_away = int((routing.experts_TK >= NUM_EXPERTS // num_ranks).sum())
+    sent = int(side.transport.traffic.send_bytes.sum())
+    num_rows = (sent - (num_ranks - 1) * HEAD_BYTES - num_away * JOB_BYTES) / ROW_BYTES
+    expected = copies_once(num_tokens, routing.experts_TK.shape[1], num_ranks, NUM_EXPERTS)
+    assert num_rows == pytest.approx(expected, rel=0.01)
+    assert num_rows < 0.7 * copies_sent(num_tokens, routing.experts_TK.shape[1], num_ranks)
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_that_travel_in_fp8_give_the_bits_of_one_rank_that_rounds_them(
+    dtype: DType, ranks_per_node: int | None
+) -> None:
+    exact = make_model(dtype)
+    model = over_the_wire(exact, "fp8")
+    world = make_ranks(model, make_plan("replicated", 4), 4, ranks_per_node=ranks_per_node)
+    plain = make_ranks(exact, make_plan("replicated", 4), 4, ranks_per_node=ranks_per_node)
+    sizes = [130, 0, 97, 33]
+    found = drive_ready([one for (one,) in rank_steps(model, world, sizes)])
+    drive_ready([one for (one,) in rank_steps(exact, plain, sizes)])
+    assert torch.equal(torch.cat(found), on_one_rank(model))
+    assert not torch.equal(on_one_rank(model), on_one_rank(exact)), "rounding shows"
+    assert world.num_bytes()[0] < plain.num_bytes()[0]
+    assert world.num_bytes()[1] == pytest.approx(plain.num_bytes()[1], rel=0.01), "results are not rounded"
 
 
 def test_a_row_crosses_to_each_node_once() -> None:

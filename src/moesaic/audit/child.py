@@ -40,6 +40,7 @@ class Job:
     backend: str | None = None  # of our side's kernels; None: the fastest here
     format: str | None = None  # that our side rounds weights to; None: the dtype
     kv_format: str | None = None  # the same of keys and values
+    wire_format: str | None = None  # and of rows on their way to experts
     is_long: bool = False  # longrope: transformers is told to take the long factors at every length
     family: str = ""  # the model_type whose class transformers uses where it does not know the folder's own
 

@@ -41,7 +41,6 @@ from moesaic.parallel.transport import MemoryWires, Transport
 from moesaic.spec.experts import ExpertPlan
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import DTYPE_BYTES, DType, Numerics
-from moesaic.spec.numerics import preset as numerics_of
 from moesaic.steps import Wait
 
 Say = Callable[[str], None]
@@ -259,10 +258,7 @@ class _Stage:
     def numerics(self, dtype: str, backend: str) -> Numerics:
         """As an engine would resolve them."""
         kind: DType = dtype  # type: ignore[assignment]  # one of the two, as it came from them
-        wishes = self._wishes
-        return numerics_of(
-            wishes.preset, dtype=kind, backend=backend, format=wishes.format, kv_format=wishes.kv_format
-        )
+        return self._wishes.numerics(dtype=kind, backend=backend)
 
     def alone(self, numerics: Numerics) -> Trace:
         """What one rank computes that holds the whole model, all rows of a step in one batch."""

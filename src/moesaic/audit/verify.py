@@ -35,8 +35,7 @@ from moesaic.errors import ConfigError, MoesaicError
 from moesaic.spec.families import read_config
 from moesaic.spec.locate import Located
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.numerics import DTYPE_BYTES, is_kv_lossy
-from moesaic.spec.quantised import QUANTISED
+from moesaic.spec.numerics import DTYPE_BYTES, DType, Effect
 
 INSTALL = "pip install 'transformers>=5.24,<6'"
 MEMORY_FACTOR = 1.3
@@ -162,11 +161,10 @@ def verify(
     spec = read_config(located.config, name=str(folder / "config.json"))
     machine = read_machine()
     threads = wishes.threads(machine)
-    has_format = wishes.format is not None or wishes.kv_format is not None
+    has_format = (wishes.format, wishes.kv_format, wishes.dispatch_format) != (None, None, None)
     dtypes, notes = _dtypes(spec, wishes.dtype or (spec.dtype if has_format else None), machine)
-    lossy = [f"weights={wishes.format}"] if wishes.format in QUANTISED else []
-    if wishes.kv_format is not None and is_kv_lossy(wishes.kv_format, dtypes[-1]):
-        lossy.append(f"kv={wishes.kv_format}")
+    effects = wishes.numerics(dtype=dtypes[-1], backend="reference").effects()
+    lossy = [name for name, effect in effects if effect is Effect.LOSSY]
     notes = [*notes, *(LOSSY_NOTE.format(one) for one in lossy)]
     is_heavy = count_params(spec).num_total * max(DTYPE_BYTES[one] for one in dtypes) > HEAVY_BYTES
     chosen = num_tokens or (HEAVY_TOKENS if is_heavy else NUM_TOKENS)
@@ -188,6 +186,7 @@ def verify(
                 backend=wishes.backend,
                 format=wishes.format,
                 kv_format=wishes.kv_format,
+                wire_format=wishes.dispatch_format,
                 is_long=bool(long_lengths),
                 family=spec.family,
             )
@@ -260,7 +259,7 @@ def _run_oracle(job: Job, reference: str, show: Say) -> tuple[dict[str, Any], st
     raise MoesaicError(f"transformers could not run {reference}, so nothing was compared: {result['error']}")
 
 
-def _dtypes(spec: ModelSpec, dtype: str | None, machine: Machine) -> tuple[list[str], list[str]]:
+def _dtypes(spec: ModelSpec, dtype: DType | None, machine: Machine) -> tuple[list[DType], list[str]]:
     """The dtypes to verify in, the one that proves most first, and why one is left out."""
     if dtype is not None:
         return [dtype], []

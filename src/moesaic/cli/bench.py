@@ -15,6 +15,7 @@ from moesaic.audit.bench.report import Report, Slo, load_average, make_report
 from moesaic.audit.bench.workload import Load, PromptLoad, RandomLoad, TraceLoad
 from moesaic.cli.options import (
     ENGINE_DEFAULTS,
+    DispatchFormatName,
     DtypeName,
     FormatName,
     IgnoreEos,
@@ -135,6 +136,7 @@ def throughput_command(
     dtype: DtypeName = None,
     weight_format: FormatName = None,
     kv_format: KvFormatName = None,
+    dispatch_format: DispatchFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
     ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
@@ -155,6 +157,7 @@ def throughput_command(
         dtype=dtype,
         format=weight_format,
         kv_format=kv_format,
+        dispatch_format=dispatch_format,
         num_threads=threads,
         num_ranks=ranks,
         placement=placement,

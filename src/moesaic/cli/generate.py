@@ -12,6 +12,7 @@ import typer
 
 from moesaic.cli.options import (
     ENGINE_DEFAULTS,
+    DispatchFormatName,
     DtypeName,
     FormatName,
     IgnoreEos,
@@ -60,6 +61,7 @@ def generate_command(
     dtype: DtypeName = None,
     weight_format: FormatName = None,
     kv_format: KvFormatName = None,
+    dispatch_format: DispatchFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
     ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
@@ -88,6 +90,7 @@ def generate_command(
         dtype=dtype,
         format=weight_format,
         kv_format=kv_format,
+        dispatch_format=dispatch_format,
         num_threads=threads,
         num_ranks=ranks,
         placement=placement,

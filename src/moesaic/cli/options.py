@@ -37,6 +37,14 @@ KvFormatName = Annotated[
         "[default: the dtype].",
     ),
 ]
+DispatchFormatName = Annotated[
+    str | None,
+    typer.Option(
+        "--dispatch-format",
+        help="Rows are rounded to it on their way to experts, on one rank too: fp8, one scale for 128 "
+        "numbers, or bfloat16 [default: the dtype].",
+    ),
+]
 NumericsName = Annotated[str, typer.Option(help="Numerics preset: portable or fast.")]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads to compute with [default: all processors].")

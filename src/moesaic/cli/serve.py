@@ -14,6 +14,7 @@ import typer
 from moesaic import log
 from moesaic.cli.options import (
     ENGINE_DEFAULTS,
+    DispatchFormatName,
     DtypeName,
     FormatName,
     KvBytes,
@@ -64,6 +65,7 @@ def serve_command(
     dtype: DtypeName = None,
     weight_format: FormatName = None,
     kv_format: KvFormatName = None,
+    dispatch_format: DispatchFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
     ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
@@ -103,6 +105,7 @@ def serve_command(
         dtype=dtype,  # type: ignore[arg-type]  # checked by the dataclass
         format=weight_format,  # type: ignore[arg-type]  # checked by the dataclass
         kv_format=kv_format,  # type: ignore[arg-type]  # checked by the dataclass
+        dispatch_format=dispatch_format,  # type: ignore[arg-type]  # checked by the dataclass
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_tokens_per_step=max_tokens_per_step,

@@ -25,12 +25,15 @@ from moesaic.spec.numerics import (
     FORMATS,
     KV_FORMATS,
     PRESETS,
+    WIRE_FORMATS,
     DType,
     Format,
     KvFormat,
     Numerics,
     Preset,
+    WireFormat,
 )
+from moesaic.spec.numerics import preset as numerics_of
 from moesaic.units import format_bytes, parse_bytes
 
 KV_FRACTION = 0.7  # guess: the rest is for activations, the page cache and other processes
@@ -54,6 +57,7 @@ class EngineConfig:
     dtype: DType | None = None  # None: the checkpoint's own
     format: Format | None = None  # weights are rounded to it while they load; None: the dtype
     kv_format: KvFormat | None = None  # of keys and values in the pool; None: the dtype
+    dispatch_format: WireFormat | None = None  # of rows on their way to experts; None: the dtype
     max_num_seqs: int = 32  # requests computed in one step
     max_model_len: int | None = None  # prompt and output; None: the model's, or what the KV pool holds
     max_tokens_per_step: int = 512  # longer prompts are computed in chunks
@@ -76,6 +80,11 @@ class EngineConfig:
         if self.kv_format is not None and self.kv_format not in KV_FORMATS:
             raise ConfigError(
                 f"kv_format {self.kv_format!r} is unknown; {nearest(self.kv_format, KV_FORMATS)}"
+            )
+        if self.dispatch_format is not None and self.dispatch_format not in WIRE_FORMATS:
+            raise ConfigError(
+                f"dispatch_format {self.dispatch_format!r} is unknown; "
+                f"{nearest(self.dispatch_format, WIRE_FORMATS)}"
             )
         for name in _COUNTS:
             value = getattr(self, name)
@@ -100,6 +109,17 @@ class EngineConfig:
             if name not in known:
                 raise ConfigError(f"unknown engine option {name!r}; {nearest(name, known)}")
         return cls(model=model, **options)
+
+    def numerics(self, *, dtype: DType, backend: str) -> Numerics:
+        """What is computed under these wishes in `dtype`."""
+        return numerics_of(
+            self.preset,
+            dtype=dtype,
+            backend=backend,
+            format=self.format,
+            kv_format=self.kv_format,
+            wire_format=self.dispatch_format,
+        )
 
     def with_environment(self, environment: Environment) -> EngineConfig:
         """Wishes that were not stated, taken from the environment."""

@@ -43,7 +43,7 @@ from moesaic.sched.step import StepPlan, StepResult
 from moesaic.spec.deployment import Layout
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.numerics import Numerics, preset
+from moesaic.spec.numerics import Numerics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -98,13 +98,7 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
     """
     config, layout = setup.config, setup.layout
     checkpoint, spec = Checkpoint.open(config.model), read_spec(config.model)
-    numerics = preset(
-        config.preset,
-        dtype=config.dtype or spec.dtype,
-        backend=config.backend or default_backend(),
-        format=config.format,
-        kv_format=config.kv_format,
-    )
+    numerics = config.numerics(dtype=config.dtype or spec.dtype, backend=config.backend or default_backend())
     mesh.agree(
         Identity(
             version=__version__,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic.errors import CheckpointError, ConfigError, nearest
-from moesaic.spec.numerics import DType, Format
+from moesaic.spec.numerics import WIRE_GROUP, DType, Format, WireFormat
 from moesaic.spec.quantised import ACTIVATION_FORMAT, BLOCK, QUANTISED, Quantised
 
 _TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -22,7 +22,7 @@ _TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 
-def torch_dtype(name: DType | Format) -> torch.dtype:
+def torch_dtype(name: DType | Format | WireFormat) -> torch.dtype:
     """The torch dtype of a dtype's or an unscaled format's name.
 
     Raises: ConfigError for a name that no kernel computes with.
@@ -37,10 +37,11 @@ class Packed:
     """Rows in one format: data, times scales, after zero points were taken off.
 
     Shapes:  data [R, D] in the format's storage dtype, int8 of integer formats; scales [R, G] float16 of
-             weights, float32 of activations; zeros [R, G] int8. G groups of equal size, the last cut at D.
+             weights, float32 of activations and of rows in fp8; zeros [R, G] int8. G groups of equal size,
+             the last cut at D.
     """
 
-    format: Format
+    format: Format | WireFormat
     data: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
@@ -72,9 +73,9 @@ class Packed:
         return of_group_RG.float().repeat_interleave(size, dim=1)[:, : self.width]
 
 
-def group_size(format: Format, width: int) -> int:
+def group_size(format: Format | WireFormat, width: int) -> int:
     """Numbers under one scale in rows of `width`."""
-    return QUANTISED[format].group_size(width)
+    return WIRE_GROUP if format == "fp8" else QUANTISED[format].group_size(width)
 
 
 def pack(x_RD: Tensor, format: Format, *, name: str = "a weight") -> Packed:

@@ -118,6 +118,7 @@ def to_panels(packed: Packed) -> PanelWeight:
 
     Shapes:  `packed` as `kernels.formats.pack` makes it for an integer format.
     """
+    assert packed.format != "fp8", "rows on a wire are no weight"
     kind, (num_rows, width) = QUANTISED[packed.format], packed.data.shape
     assert packed.scales is not None, "integer formats have scales"
     num_groups, num_panels = kind.num_groups(width), -(-num_rows // PANEL_ROWS)

@@ -60,7 +60,7 @@ from moesaic.spec.model import (
     MoeSpec,
     RopeSpec,
 )
-from moesaic.spec.numerics import DType, Format, KvFormat, Numerics
+from moesaic.spec.numerics import DType, Format, KvFormat, Numerics, WireFormat
 from moesaic.spec.numerics import preset as numerics_of
 
 LATENT_NORM_EPS = 1e-6
@@ -126,14 +126,16 @@ def load(  # noqa: PLR0913 - each is a wish of its own
     dtype: DType | None = None,
     format: Format | None = None,
     kv_format: KvFormat | None = None,
+    wire_format: WireFormat | None = None,
     backend: str | None = None,
     available_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Read config.json and the weights beside it.
 
-    `dtype` None is the checkpoint's own (float32 for float16, which it holds exactly); `format` is of the
-    weights and `kv_format` of keys and values, None that dtype; `backend` None is the fastest here.
+    `dtype` None is the checkpoint's own (float32 for float16, which it holds exactly). `format` is of the
+    weights, `kv_format` of keys and values, `wire_format` of rows on their way to experts; None: that dtype.
+    `backend` None is the fastest here.
 
     Units:  available_bytes is what the weights may take of this machine's memory; None: not checked.
     Raises: ConfigError for the config; UnsupportedModelError naming what the engine lacks; CheckpointError
@@ -148,6 +150,7 @@ def load(  # noqa: PLR0913 - each is a wish of its own
         backend=backend or default_backend(),
         format=format,
         kv_format=kv_format,
+        wire_format=wire_format,
     )
     return build(
         checkpoint,

@@ -30,19 +30,31 @@ Format = Literal[
     "int4-g128-zp",
 ]
 KvFormat = Literal["float32", "bfloat16", "int8", "fp8"]
+WireFormat = Literal["float32", "bfloat16", "fp8"]
 Preset = Literal["portable", "fast"]
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 FORMATS: tuple[Format, ...] = get_args(Format)
 KV_FORMATS: tuple[KvFormat, ...] = get_args(KvFormat)
+WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 KV_SCALE_BYTES = 4
 """Of each token and head in a KV pool of integers or fp8: a float32."""
+WIRE_GROUP = 128
+"""Numbers of a row under one scale, a float32, where rows travel in fp8.
+Source: DeepSeek-V3 report, arXiv 2412.19437, 3.3.2: activations are scaled by tiles of 1 x 128."""
 PRESETS: tuple[Preset, ...] = ("portable", "fast")
 
 
 def kv_row_bytes(format: KvFormat, width: int) -> int:
     """Bytes of `width` numbers of one token and head in a KV pool."""
     return width * DTYPE_BYTES[format] if format in DTYPE_BYTES else width + KV_SCALE_BYTES
+
+
+def wire_row_bytes(format: WireFormat, width: int) -> int:
+    """Bytes of a row of `width` numbers on its way to an expert."""
+    if format in DTYPE_BYTES:
+        return width * DTYPE_BYTES[format]
+    return width + 4 * -(-width // WIRE_GROUP)
 
 
 def is_kv_lossy(format: KvFormat, dtype: str) -> bool:
@@ -114,7 +126,7 @@ class Numerics:
     forms: FormMap
     combine: Literal["tree", "per_rank"]  # "per_rank": one partial sum per rank, declared reassociated
     formats: FormatMap
-    wire_format: Format  # dispatch payload; Local rounds through it too
+    wire_format: WireFormat  # of rows sent to experts; Local rounds through it too
     kv_format: KvFormat  # int8 and fp8 have one scale for each token and head
 
     def __post_init__(self) -> None:
@@ -122,7 +134,7 @@ class Numerics:
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ConfigError(f"numerics.{name} must be a power of two, got {value}")
-        for name, known in (("wire_format", tuple(DTYPE_BYTES)), ("kv_format", KV_FORMATS)):
+        for name, known in (("wire_format", WIRE_FORMATS), ("kv_format", KV_FORMATS)):
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(f"numerics.{name} {value!r} is not built; {nearest(value, known)}")
@@ -140,6 +152,8 @@ class Numerics:
         found += [(f"weights={weight}", Effect.LOSSY) for weight in sorted(weights & set(QUANTISED))]
         if is_kv_lossy(self.kv_format, self.seam_dtype):
             found.append((f"kv={self.kv_format}", Effect.LOSSY))
+        if DTYPE_BYTES.get(self.wire_format, 1) < DTYPE_BYTES[self.seam_dtype]:
+            found.append((f"wire={self.wire_format}", Effect.LOSSY))
         return tuple(found)
 
     def with_leaves(self, *, matmul_shards: int | None = None, kv_lanes: int | None = None) -> Numerics:
@@ -156,8 +170,11 @@ def preset(
     backend: str = "reference",
     format: Format | None = None,
     kv_format: KvFormat | None = None,
+    wire_format: WireFormat | None = None,
 ) -> Numerics:
     """The numerics of a preset for a model whose own dtype is `dtype`, its weights kept in `format`.
+
+    `kv_format` is of keys and values, `wire_format` of rows on their way to experts; None: `dtype`.
 
     `portable` keeps prefix reuse and preemption by recompute exact. `fast` gives a layout no leaves to split.
     On the reference backend every leaf of a matmul is one more op call, so its `portable` has one shard; a
@@ -182,6 +199,6 @@ def preset(
         forms=FormMap(),
         combine="tree",
         formats=FormatMap(default=FormatPair.of(format or dtype)),
-        wire_format=dtype,
+        wire_format=wire_format or dtype,
         kv_format=kv_format or dtype,
     )

@@ -17,12 +17,13 @@ from moesaic.experts.blob import BlobLayout
 from moesaic.experts.contract import Routing
 from moesaic.experts.store import ExpertLoader
 from moesaic.kernels import native
+from moesaic.kernels.wire import round_to_wire
 from moesaic.parallel import tree
 from moesaic.parallel.dispatch import local
 from moesaic.parallel.dispatch.fused import Fused
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
 from moesaic.spec.model import Activation
-from moesaic.spec.numerics import DTYPE_BYTES, FORMATS, DType, Format
+from moesaic.spec.numerics import DTYPE_BYTES, FORMATS, DType, Format, WireFormat
 from moesaic.spec.quantised import QUANTISED
 from moesaic.steps import DONE, drive
 
@@ -108,15 +109,19 @@ def test_another_plan_of_the_store_moves_no_bit() -> None:
         run(fused, x_TD, routing)
 
 
-@pytest.mark.parametrize(("dtype", "wire"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_rows_are_rounded_to_the_wire(dtype: DType, wire: DType) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "wire"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "fp8")]
+)
+def test_rows_are_rounded_to_the_wire(dtype: DType, wire: WireFormat) -> None:
     spec = moe_spec()
     numerics = replace(numerics_of(LEVELS[-1], dtype, dtype), wire_format=wire)
     case = make_case(spec, numerics)
     x_TD, routing = make_inputs(spec, dtype, 9)
     found = check(case, x_TD, routing)
-    if dtype == "float32":
-        assert torch.equal(found, run(case.fused(), x_TD.bfloat16().float(), routing))
+    unrounded = make_case(spec, replace(numerics, wire_format=dtype)).fused()
+    rounded_TD = round_to_wire(x_TD, wire).unpack(x_TD.dtype)
+    assert torch.equal(found, run(unrounded, rounded_TD, routing))
+    assert torch.equal(found, run(unrounded, x_TD, routing)) == (wire == "float32")
 
 
 def test_numbers_that_are_none_stay_in_their_token() -> None:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from moesaic.experts.contract import ExpertBatch, ExpertSide, Routing, Tag, Ticket, TokenSide
-from moesaic.kernels.formats import Packed, torch_dtype
-from moesaic.kernels.formats import pack as pack_rows
+from moesaic.kernels.formats import torch_dtype
+from moesaic.kernels.wire import from_bytes, round_to_wire, to_bytes
 from moesaic.parallel.dispatch.message import (
     Jobs,
     Sorted,
@@ -39,7 +39,7 @@ from moesaic.parallel.transport import Arrival, Purpose, Transport
 from moesaic.parallel.tree import combine_choices, combine_subtrees, evaluate_subtrees, weigh
 from moesaic.spec.experts import ExpertPlan
 from moesaic.spec.model import MoeSpec
-from moesaic.spec.numerics import Numerics
+from moesaic.spec.numerics import Numerics, wire_row_bytes
 from moesaic.steps import Wait
 
 Returns = Literal["choices", "subtrees"]
@@ -105,7 +105,7 @@ class Exchange(TokenSide, ExpertSide):
         )
         self._num_groups = -(-transport.num_ranks // group_size)
         self._seam, self._partial = torch_dtype(numerics.seam_dtype), torch_dtype(numerics.partial_dtype)
-        self._wire = torch_dtype(numerics.wire_format)
+        self._wire = numerics.wire_format
         self._arrivals: dict[Tag, Arrival] = {}
         self._received: dict[Tag, _Received] = {}
         self._returns_of: dict[Tag, Arrival] = {}
@@ -125,7 +125,7 @@ class Exchange(TokenSide, ExpertSide):
             slot_J=layer.local_P[slot_N[sent.order_J]],
             choice_J=sent.order_J % num_choices,
             weight_J=routing.weights_TK.reshape(-1)[sent.order_J],
-            rows_RD=pack_rows(x_TD, self._numerics.wire_format).data.index_select(0, sent.row_R),
+            rows_RB=to_bytes(round_to_wire(x_TD, self._wire)).index_select(0, sent.row_R),
         )
         self._arrivals[tag] = self._forth(pack_jobs(tag, jobs, sent), tag)
         return _Ticket(tag=tag, routing=routing, sent=sent, returned=_Returned(self, tag))
@@ -171,11 +171,11 @@ class Exchange(TokenSide, ExpertSide):
         assert tag is not None, "every rank sends, so every rank knows what is next"
         layer = self._layers[tag.layer_idx]
         got = [
-            open_jobs(message, tag, wire=self._wire, width=layer.spec.row_width)
+            open_jobs(message, tag, row_bytes=self._row_bytes(tag))
             for message in self._arrivals.pop(tag).take()
         ]
         first_J = torch.repeat_interleave(
-            starts([len(one.rows_RD) for one in got]), torch.tensor([len(one.row_J) for one in got])
+            starts([len(one.rows_RB) for one in got]), torch.tensor([len(one.row_J) for one in got])
         )
         # Within a source jobs are in token order, so a stable sort leaves (slot, source, token).
         sorted_J, order_J = torch.sort(torch.cat([one.slot_J for one in got]), stable=True)
@@ -183,7 +183,7 @@ class Exchange(TokenSide, ExpertSide):
         num_slots = layer.num_slots[self.transport.rank]
         return ExpertBatch(
             tag=tag,
-            x_RD=Packed(format=self._numerics.wire_format, data=torch.cat([one.rows_RD for one in got])),
+            x_RD=from_bytes(torch.cat([one.rows_RB for one in got]), self._wire, layer.spec.row_width),
             row_J=(torch.cat([one.row_J for one in got]) + first_J).index_select(0, order_J),
             offsets_L1=torch.searchsorted(sorted_J, torch.arange(num_slots + 1)),
             weight_J=torch.cat([one.weight_J for one in got]).index_select(0, order_J),
@@ -224,12 +224,15 @@ class Exchange(TokenSide, ExpertSide):
             return pack(tag, (len(out_JD), 0), out_JD)
         leaf_JD = weigh(out_JD, jobs.weight_J if spec.weight_on == "output" else None, self._partial)
         if self._numerics.combine == "per_rank":
-            sums_RD = torch.zeros((len(jobs.rows_RD), out_JD.shape[-1]), dtype=self._partial)
+            sums_RD = torch.zeros((len(jobs.rows_RB), out_JD.shape[-1]), dtype=self._partial)
             for choice in range(spec.experts_per_token):
                 is_choice = jobs.choice_J == choice
                 sums_RD[jobs.row_J[is_choice]] += leaf_JD[is_choice]
             return pack(tag, (len(sums_RD), 0), sums_RD)
         return pack_roots(tag, evaluate_subtrees(leaf_JD, jobs.row_J, jobs.choice_J, spec.experts_per_token))
+
+    def _row_bytes(self, tag: Tag) -> int:
+        return wire_row_bytes(self._wire, self._layers[tag.layer_idx].spec.row_width)
 
     def _results(self, message: Tensor, tag: Tag, spec: MoeSpec) -> Tensor:
         """out_JD of a message of choices."""

@@ -13,6 +13,7 @@ from moesaic.experts.store import ResidentStore, SlotTable
 from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.native.moe import MoeLayer
 from moesaic.kernels.native.ops import NativeOps
+from moesaic.kernels.wire import round_to_wire
 from moesaic.spec.model import MoeSpec
 from moesaic.steps import DONE, Steps
 
@@ -34,7 +35,8 @@ class Fused(RoutedExperts):
         self._store = store
         self._ops = ops
         self._seam = torch_dtype(ops.numerics.seam_dtype)
-        self._wire = torch_dtype(ops.numerics.wire_format)
+        self._wire = ops.numerics.wire_format
+        self._is_rounded = self._wire != ops.numerics.seam_dtype
         self._point_to(store.table(layer_idx))
 
     def forward(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Steps[Tensor]:
@@ -43,8 +45,8 @@ class Fused(RoutedExperts):
         table = self._store.table(self._layer_idx)
         if table is not self._table:
             self._point_to(table)
-        if x_TD.dtype is not self._wire or self._wire is not self._seam:
-            x_TD = x_TD.to(self._wire).to(self._seam)
+        if self._is_rounded:
+            x_TD = round_to_wire(x_TD, self._wire).unpack(self._seam)
         return self._layer(x_TD, routing.experts_TK, routing.weights_TK)
 
     def _point_to(self, table: SlotTable) -> None:

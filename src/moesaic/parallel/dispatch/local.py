@@ -16,7 +16,8 @@ from torch import Tensor
 
 from moesaic.errors import ConfigError
 from moesaic.experts.contract import ExpertBatch, ExpertSide, Routing, Tag, Ticket, TokenSide
-from moesaic.kernels.formats import pack, torch_dtype
+from moesaic.kernels.formats import torch_dtype
+from moesaic.kernels.wire import round_to_wire
 from moesaic.parallel.tree import combine_choices
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
 from moesaic.spec.model import MoeSpec
@@ -101,7 +102,7 @@ class Local(TokenSide, ExpertSide):
         ticket.order_J = order_J
         return ExpertBatch(
             tag=tag,
-            x_RD=pack(ticket.x_TD, self._numerics.wire_format),
+            x_RD=round_to_wire(ticket.x_TD, self._numerics.wire_format),
             row_J=order_J // layer.spec.experts_per_token,
             offsets_L1=torch.searchsorted(slot_J, layer.bounds_L1),
             weight_J=ticket.routing.weights_TK.reshape(-1).index_select(0, order_J),

@@ -64,28 +64,29 @@ def starts(sizes: Sequence[int]) -> Tensor:
 class Jobs:
     """The jobs of one message and the rows that they are about.
 
-    Shapes:  row_J, slot_J, choice_J [J] int64; weight_J [J] float32; rows_RD [R, D] in the wire format.
+    Shapes:  row_J, slot_J, choice_J [J] int64; weight_J [J] float32; rows_RB [R, B] uint8: the rows
+             as they travel.
     """
 
     row_J: Tensor
     slot_J: Tensor
     choice_J: Tensor
     weight_J: Tensor
-    rows_RD: Tensor
+    rows_RB: Tensor
 
 
 def pack_jobs(tag: Tag, jobs: Jobs, by: Sorted) -> list[Tensor]:
     """The messages to all destinations: `jobs` sorted as `by`, their `row_J` the row in each message."""
     jobs_J3 = torch.stack((jobs.row_J, jobs.slot_J, jobs.choice_J), dim=1).to(torch.int32)
     return [
-        pack(tag, (len(rows_RD), len(jobs_J3)), jobs_J3, weight_J, rows_RD)
-        for jobs_J3, weight_J, rows_RD in zip(
-            jobs_J3.split(by.jobs), jobs.weight_J.split(by.jobs), jobs.rows_RD.split(by.rows), strict=True
+        pack(tag, (len(rows_RB), len(jobs_J3)), jobs_J3, weight_J, rows_RB)
+        for jobs_J3, weight_J, rows_RB in zip(
+            jobs_J3.split(by.jobs), jobs.weight_J.split(by.jobs), jobs.rows_RB.split(by.rows), strict=True
         )
     ]
 
 
-def open_jobs(message: Tensor, tag: Tag, *, wire: torch.dtype, width: int) -> Jobs:
+def open_jobs(message: Tensor, tag: Tag, *, row_bytes: int) -> Jobs:
     """What `pack_jobs` put into one message."""
     (num_rows, num_jobs), body = open_message(message, tag)
     ends = (12 * num_jobs, 16 * num_jobs)
@@ -95,7 +96,7 @@ def open_jobs(message: Tensor, tag: Tag, *, wire: torch.dtype, width: int) -> Jo
         slot_J=slot_J,
         choice_J=choice_J,
         weight_J=body[ends[0] : ends[1]].view(torch.float32),
-        rows_RD=body[ends[1] :].view(wire).view(num_rows, width),
+        rows_RB=body[ends[1] :].view(num_rows, row_bytes),
     )
 
 

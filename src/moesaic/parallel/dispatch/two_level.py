@@ -114,20 +114,20 @@ class TwoLevel(Exchange):
 
     def _fan_out(self, messages: list[Tensor], tag: Tag) -> Arrival:
         """Each rank of this node gets its jobs and its rows of every message."""
-        width = self._layers[tag.layer_idx].spec.row_width
+        row_bytes = self._row_bytes(tag)
         member_L, slot_L = self._places[tag.layer_idx]
         parts: list[list[Tensor]] = []
         self._handed_on[tag] = []
         for source in self._sources[self.transport.rank]:
-            got = open_jobs(messages[source], tag, wire=self._wire, width=width)
+            got = open_jobs(messages[source], tag, row_bytes=row_bytes)
             member_J = member_L[got.slot_J]
-            by = sort_jobs(member_J, got.row_J, len(self._members), len(got.rows_RD))
+            by = sort_jobs(member_J, got.row_J, len(self._members), len(got.rows_RB))
             jobs = Jobs(
                 row_J=by.row_J,
                 slot_J=slot_L[got.slot_J[by.order_J]],
                 choice_J=got.choice_J[by.order_J],
                 weight_J=got.weight_J[by.order_J],
-                rows_RD=got.rows_RD.index_select(0, by.row_R),
+                rows_RB=got.rows_RB.index_select(0, by.row_R),
             )
             parts.append(pack_jobs(tag, jobs, by))
             self._handed_on[tag].append(by)
