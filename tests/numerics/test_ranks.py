@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +14,18 @@ import numpy as np
 import pytest
 
 from moesaic.engine.client import EngineSnapshot
+from moesaic.engine.layout import data_parallel
 from moesaic.engine.llm import LLM
 from moesaic.engine.loop import Engine
 from moesaic.engine.ranks import Ranks
 from moesaic.errors import ConfigError
+from moesaic.hashing import digest
+from moesaic.models.build import read_spec
 from moesaic.sched.request import RequestEvent, SamplingParams
 from moesaic.spec.codec import to_plain
+from moesaic.spec.deployment import Deployment, single_process
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
+from moesaic.spec.numerics import preset
 
 NUM_LAYERS = 5  # with experts, 16 each: of `demo`
 PROMPTS = ("Once upon a time", "The dog", "In the morning they all went to the sea, and", "a", "Tom said")
@@ -62,11 +68,15 @@ def alone() -> Alone:
 def test_ranks_answer_as_one_process_does_and_end_with_their_controller(
     alone: Alone, tmp_path: Path, num_ranks: int
 ) -> None:
-    """Two with copies of experts and unequal parts, as a placement says; three with equal runs."""
-    placement = tmp_path / "plan.json"
-    placement.write_text(json.dumps(to_plain(uneven_plan())))
-    options = OPTIONS | ({"placement": str(placement)} if num_ranks == 2 else {})
-    with LLM("demo", num_ranks=num_ranks, **options) as llm:
+    """Two with copies of experts and unequal parts, as a placement says; three as a deployment says."""
+    path = tmp_path / "file.json"
+    if num_ranks == 2:
+        path.write_text(json.dumps(to_plain(uneven_plan())))
+        options = OPTIONS | {"num_ranks": 2, "placement": str(path)}
+    else:
+        path.write_text(deployment_of(alone, num_ranks).to_json())
+        options = OPTIONS | {"deployment": str(path)}
+    with LLM("demo", **options) as llm:
         processes = processes_of(llm.engine)
         assert answers(llm) == alone.answers
         found = llm.engine.snapshot()
@@ -78,6 +88,22 @@ def test_ranks_answer_as_one_process_does_and_end_with_their_controller(
         assert alone.snapshot.weight_bytes < found.weight_bytes < num_ranks * alone.snapshot.weight_bytes
         assert choices_of(llm) == alone.choices
     assert all(process.poll() is not None for process in processes)
+
+
+def deployment_of(alone: Alone, num_ranks: int) -> Deployment:
+    """Nodes of two ranks, subtrees, two micro-batches, in the numerics of one process."""
+    active = alone.snapshot.active
+    numerics = preset("portable", dtype=active["numerics"]["seam_dtype"], backend=active["backend"])
+    digest_of_spec = digest(read_spec(active["model"]))
+    one = single_process(digest_of_spec, numerics, contiguous_plan((16,) * NUM_LAYERS, 1))
+    instance = replace(
+        one.instances[0],
+        layout=data_parallel(
+            num_ranks, dispatcher="two_level", returns="subtrees", num_micro_batches=2, ranks_per_node=2
+        ),
+        plan=contiguous_plan((16,) * NUM_LAYERS, num_ranks),
+    )
+    return replace(one, instances=(instance,))
 
 
 def uneven_plan() -> ExpertPlan:
@@ -118,7 +144,7 @@ def test_a_placement_for_other_ranks_names_both_ways_out(tmp_path: Path) -> None
         ConfigError, match=r"for 4 ranks, this engine has 2; ask for --ranks 4, or .* --gpus 2"
     ):
         LLM("demo", num_ranks=2, placement=str(path), **OPTIONS)
-    with pytest.raises(ConfigError, match="ask for several with --ranks"):
+    with pytest.raises(ConfigError, match=r"--placement .* is for several ranks"):
         LLM("demo", placement=str(path), **OPTIONS)
     with pytest.raises(ConfigError, match=r"absent\.json: cannot be read"):
         LLM("demo", num_ranks=2, placement=str(tmp_path / "absent.json"), **OPTIONS)

@@ -21,11 +21,10 @@ from moesaic.cli.options import (
     IgnoreEos,
     KvBytes,
     KvFormatName,
+    LayoutOptions,
     MaxNumSeqs,
     Model,
     NumericsName,
-    Placement,
-    Ranks,
     Threads,
     with_options,
 )
@@ -126,11 +125,13 @@ class Options:
 
 
 @app.command("throughput")
+@with_options(LayoutOptions, "layout")
 @with_options(Options)
 def throughput_command(
     model: Model,
     *,
     options: Options,
+    layout: LayoutOptions,
     max_num_seqs: MaxNumSeqs = ENGINE_DEFAULTS["max_num_seqs"],
     kv_bytes: KvBytes = None,
     dtype: DtypeName = None,
@@ -139,8 +140,6 @@ def throughput_command(
     dispatch_format: DispatchFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
-    ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
-    placement: Placement = None,
 ) -> None:
     """Measure an engine in this process."""
     plan, slo = options.plan(), options.slo()
@@ -159,8 +158,7 @@ def throughput_command(
         kv_format=kv_format,
         dispatch_format=dispatch_format,
         num_threads=threads,
-        num_ranks=ranks,
-        placement=placement,
+        layout=layout.wish(),
     ) as llm:
         engine = llm.engine
         load = options.load(vocab=engine.spec.vocab, max_model_len=engine.max_model_len)

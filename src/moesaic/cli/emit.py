@@ -70,7 +70,7 @@ def emit_command(
     found = from_json(_read(deployment), name=str(deployment))
     name, spec = _model(found, model)
     if target == "moesaic":
-        made = _own(found, name, version, kubernetes)
+        made = _own(found, deployment, name, version, kubernetes)
     else:
         made = emit(
             found, target, model=name, spec=spec, version=version, devices_per_node=gpus_per_node,
@@ -156,16 +156,19 @@ def _repository(name: str) -> str:
     return next((alias for alias in aliases if "/" in alias), name)
 
 
-def _own(deployment: Deployment, model: str, version: str | None, with_manifest: bool) -> Emission:
-    """Our own server; what of the deployment it does not run is left out."""
+def _own(
+    deployment: Deployment, path: Path, model: str, version: str | None, with_manifest: bool
+) -> Emission:
+    """Our own server, which reads the deployment itself; where it does not run all of it, it gets none."""
     instance = deployment.instances[0]
-    launch = Launch(
-        instance=instance.name, node=0, num_nodes=1, count=1, env={}, words=("moesaic", "serve", model)
-    )
     lacks = [
         Lack(path=one.path, value=one.value, reason=one.message, nearest=OWN_NEAREST)
         for one in deployment.not_runnable()
     ]
+    own = () if lacks else ("--deployment", str(path))
+    launch = Launch(
+        instance=instance.name, node=0, num_nodes=1, count=1, env={}, words=("moesaic", "serve", model, *own)
+    )
     if with_manifest:
         reason = "moesaic has no manifest: a LeaderWorkerSet is for other engines"
         lacks.append(

@@ -17,11 +17,11 @@ from moesaic.cli.options import (
     FormatName,
     IgnoreEos,
     KvFormatName,
+    LayoutOptions,
     Model,
     NumericsName,
-    Placement,
-    Ranks,
     Threads,
+    with_options,
 )
 from moesaic.engine.config import read_hub_cache
 from moesaic.errors import ConfigError
@@ -38,8 +38,11 @@ _MODELS = "[default: generation_config.json's]"
 MAX_TOKENS = 256  # of this verb: a terminal is not the place for a whole context
 
 
+@with_options(LayoutOptions, "layout")
 def generate_command(
     model: Model,
+    *,
+    layout: LayoutOptions,
     prompt: Annotated[str | None, typer.Option(help="Text to continue [default: standard input].")] = None,
     chat: Annotated[bool, typer.Option(help="Put the prompt through the model's chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = MAX_TOKENS,
@@ -64,8 +67,6 @@ def generate_command(
     dispatch_format: DispatchFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
-    ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
-    placement: Placement = None,
 ) -> None:
     """Continue a prompt on the terminal."""
     stated = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
@@ -92,8 +93,7 @@ def generate_command(
         kv_format=kv_format,
         dispatch_format=dispatch_format,
         num_threads=threads,
-        num_ranks=ranks,
-        placement=placement,
+        layout=layout.wish(),
     ) as llm:
         prompt_ids = _encode_chat(llm, text) if chat else llm.encode(text)
         completion = _stream(llm, prompt_ids, sampling, write=None if as_json else _write)

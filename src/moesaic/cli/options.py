@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Annotated, Any, get_type_hints
@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from moesaic.engine.config import EngineConfig
+from moesaic.engine.layout import LayoutWish
 
 CHECK_FAILED = 3
 """Exit code of a verb that checked something and found it wrong."""
@@ -49,13 +50,6 @@ NumericsName = Annotated[str, typer.Option(help="Numerics preset: portable or fa
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads to compute with [default: all processors].")
 ]
-Ranks = Annotated[
-    int, typer.Option(min=1, help="Processes that share the experts, each with requests of its own.")
-]
-Placement = Annotated[
-    str | None,
-    typer.Option(help="File of moesaic balance -o: which rank holds which experts [default: equal runs]."),
-]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")]
 
 
@@ -64,12 +58,14 @@ def defaults_of(kind: type[Any]) -> dict[str, Any]:
     return {field.name: field.default for field in fields(kind)}
 
 
-def with_options(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A verb with every field of a dataclass as an option; together they reach it as `options`."""
+def with_options(
+    kind: type[Any], name: str = "options"
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A verb with every field of a dataclass as an option; together they reach it as the parameter `name`."""
     hints, shared = get_type_hints(kind, include_extras=True), fields(kind)
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        own = [one for one in signature(verb, eval_str=True).parameters.values() if one.name != "options"]
+        own = [one for one in signature(verb, eval_str=True).parameters.values() if one.name != name]
         added = [
             Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
             for one in shared
@@ -77,7 +73,7 @@ def with_options(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..
 
         @wraps(verb)
         def command(**given: Any) -> None:
-            verb(options=kind(**{one.name: given.pop(one.name) for one in shared}), **given)
+            verb(**{name: kind(**{one.name: given.pop(one.name) for one in shared})}, **given)
 
         parameters = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in own] + added
         command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -85,6 +81,56 @@ def with_options(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..
         return command
 
     return decorate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutOptions:
+    """Over how many processes a model is spread, and how; what all verbs that run an engine share."""
+
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes that share the experts, each with requests of its own [default: 1]."
+        ),
+    ] = None
+    placement: Annotated[
+        str | None,
+        typer.Option(help="File of moesaic balance -o: which rank has which experts [default: equal runs]."),
+    ] = None
+    deployment: Annotated[
+        str | None,
+        typer.Option(help="File of moesaic plan -o: layout, placement and numerics, instead of options."),
+    ] = None
+    dispatcher: Annotated[
+        str | None,
+        typer.Option(help="How rows travel: local, exchange or two_level [default: exchange on ranks]."),
+    ] = None
+    returns: Annotated[
+        str | None,
+        typer.Option(help="What experts send back: choices, or subtrees of sums [default: choices]."),
+    ] = None
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Parts of a step; one computes while another's rows travel [default: 1]."),
+    ] = None
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that follow each other on a node; for two_level.")
+    ] = None
+
+    def wish(self) -> LayoutWish:
+        """The same as the engine takes it.
+
+        Raises: ConfigError for what is unknown, or contradicts itself.
+        """
+        return LayoutWish(
+            num_ranks=self.ranks,
+            placement=self.placement,
+            deployment=self.deployment,
+            dispatcher=self.dispatcher,  # type: ignore[arg-type]  # checked by the dataclass
+            returns=self.returns,  # type: ignore[arg-type]  # checked by the dataclass
+            num_micro_batches=self.micro_batches,
+            ranks_per_node=self.ranks_per_node,
+        )
 
 
 ENGINE_DEFAULTS = defaults_of(EngineConfig)

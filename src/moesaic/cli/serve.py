@@ -19,13 +19,13 @@ from moesaic.cli.options import (
     FormatName,
     KvBytes,
     KvFormatName,
+    LayoutOptions,
     MaxNumSeqs,
     Model,
     NumericsName,
-    Placement,
-    Ranks,
     Threads,
     defaults_of,
+    with_options,
 )
 from moesaic.engine.config import EngineConfig, read_environment, read_hub_cache
 from moesaic.errors import ConfigError
@@ -44,8 +44,11 @@ _PROGRESS_S = 2.0
 _SERVER_DEFAULTS = defaults_of(ServerSettings)
 
 
+@with_options(LayoutOptions, "layout")
 def serve_command(
     model: Model,
+    *,
+    layout: LayoutOptions,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[
@@ -68,8 +71,6 @@ def serve_command(
     dispatch_format: DispatchFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
-    ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
-    placement: Placement = None,
     generation_config: Annotated[
         str,
         typer.Option(help="auto: sampling defaults are those of the model's generation_config.json; none."),
@@ -112,8 +113,7 @@ def serve_command(
         max_waiting=max_waiting,
         kv_bytes=None if kv_bytes is None else parse_bytes(kv_bytes),
         num_threads=threads,
-        num_ranks=ranks,
-        placement=placement,
+        layout=layout.wish(),
     )
     defaults = SamplingDefaults.load(folder) if generation_config == "auto" else SamplingDefaults()
     _serve(located, config, settings, defaults, host=host, port=port)

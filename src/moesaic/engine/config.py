@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from moesaic.engine.layout import LayoutWish
 from moesaic.engine.machine import Machine
 from moesaic.errors import CapacityError, ConfigError, nearest
 from moesaic.sched.capacity import pool_sizes, useful_bytes
@@ -44,7 +45,6 @@ _COUNTS = (
     "max_waiting",
     "kv_bytes",
     "num_threads",
-    "num_ranks",
 )
 
 
@@ -67,8 +67,7 @@ class EngineConfig:
     backend: str | None = None  # of the kernels, as `kernels.ops.backends`; None: the fastest here
     has_prefix_cache: bool = True
     trace_routes: bool = False  # report which experts every token chose
-    num_ranks: int = 1  # processes that share the experts; each computes requests of its own
-    placement: str | None = None  # file that says which rank holds which experts; None: equal runs
+    layout: LayoutWish = field(default_factory=LayoutWish)  # over how many processes, and how
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -95,19 +94,23 @@ class EngineConfig:
                 f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): each running request takes a token of every step"
             )
-        if self.placement is not None and self.num_ranks == 1:
-            raise ConfigError("a placement says which rank holds which experts: ask for several with --ranks")
 
     @classmethod
     def parse(cls, model: str, options: Mapping[str, Any]) -> EngineConfig:
-        """From keyword options, as `LLM(path, **options)` takes them.
+        """From keyword options, as `LLM(path, **options)` takes them; those of `LayoutWish` by their names.
 
         Raises: ConfigError naming the nearest known option.
         """
-        known = [field.name for field in fields(cls) if field.name != "model"]
+        own = [one.name for one in fields(cls) if one.name != "model"]
+        of_layout = [one.name for one in fields(LayoutWish)]
         for name in options:
-            if name not in known:
-                raise ConfigError(f"unknown engine option {name!r}; {nearest(name, known)}")
+            if name not in own and name not in of_layout:
+                raise ConfigError(f"unknown engine option {name!r}; {nearest(name, own + of_layout)}")
+        wishes = {name: value for name, value in options.items() if name in of_layout}
+        if wishes:
+            stated = options.get("layout", LayoutWish())
+            options = {name: value for name, value in options.items() if name not in of_layout}
+            options |= {"layout": replace(stated, **wishes)}
         return cls(model=model, **options)
 
     def numerics(self, *, dtype: DType, backend: str) -> Numerics:
@@ -141,6 +144,28 @@ class EngineConfig:
                 f"processors ({machine.cpu_source}): ask for at most {machine.num_cpus}"
             )
         return self.num_threads or machine.num_cpus
+
+    def numerics_for(self, spec: ModelSpec, *, backend: str, stated: Numerics | None = None) -> Numerics:
+        """What is computed: as a deployment states, else by the preset, on `backend` when none is asked for.
+
+        Raises: ConfigError naming an option that contradicts what is stated.
+        """
+        if stated is None:
+            return self.numerics(dtype=self.dtype or spec.dtype, backend=self.backend or backend)
+        for name, asked, found in (
+            ("numerics", None if self.preset == PRESETS[0] else self.preset, "its own"),
+            ("dtype", self.dtype, stated.seam_dtype),
+            ("format", self.format, stated.formats.default.weight),
+            ("kv_format", self.kv_format, stated.kv_format),
+            ("dispatch_format", self.dispatch_format, stated.wire_format),
+            ("backend", self.backend, stated.backend),
+        ):
+            if asked not in (None, found):
+                raise ConfigError(
+                    f"{name} {asked} is asked for, but the deployment {self.layout.deployment} has {found}: "
+                    f"leave it out ({_where_asked(name)}), or plan for it"
+                )
+        return stated
 
     def resolve(self, spec: ModelSpec, numerics: Numerics, machine: Machine) -> ResolvedConfig:
         """Everything decided. `machine` is read after the weights were loaded.
@@ -204,6 +229,10 @@ class EngineConfig:
         if most_bytes <= allowed_bytes:
             return most_bytes, "all that the limits can use"
         return allowed_bytes, f"{KV_FRACTION:.0%} of {free_text}"
+
+
+def _where_asked(name: str) -> str:
+    return "MOESAIC_CPU_LEVEL" if name == "backend" else "--" + name.replace("_", "-")
 
 
 def long_factor_lengths(spec: ModelSpec) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from moesaic.engine.config import EngineConfig, ResolvedConfig, read_environment
 from moesaic.engine.grammar import Grammars
-from moesaic.engine.layout import check_layout, data_parallel, describe_layout, read_plan
+from moesaic.engine.layout import Arrangement, arrange, data_parallel, describe_layout
 from moesaic.engine.link import Link, LocalLink
 from moesaic.engine.loop import Engine, Facts
 from moesaic.engine.machine import read_machine
@@ -20,9 +20,11 @@ from moesaic.engine.worker import Worker
 from moesaic.hashing import digest
 from moesaic.kernels import huge_pages, native
 from moesaic.kernels.invariance import InvarianceProof
+from moesaic.kernels.ops import default_backend
 from moesaic.kv.pool import KvPool
 from moesaic.log import get_logger
-from moesaic.models.build import LoadedModel, load, model_digest, read_spec
+from moesaic.models.build import LoadedModel, build, model_digest, read_spec
+from moesaic.models.checkpoint import Checkpoint
 from moesaic.sched.key import KvKeyScope
 from moesaic.sched.ledger import KvLedger
 from moesaic.sched.scheduler import Scheduler
@@ -48,7 +50,7 @@ class ModelFacts:
     layout: Layout
 
     @classmethod
-    def of(cls, model: LoadedModel) -> ModelFacts:
+    def of(cls, model: LoadedModel, layout: Layout) -> ModelFacts:
         """Of a model in this process."""
         return cls(
             spec=model.spec,
@@ -58,7 +60,7 @@ class ModelFacts:
             proof=model.proof,
             notes=model.notes,
             unused=model.unused_tensors,
-            layout=data_parallel(1),
+            layout=layout,
         )
 
 
@@ -76,23 +78,23 @@ def start_engine(
              them before a request is taken.
     """
     config = config.with_environment(read_environment())
-    if config.num_ranks > 1:
-        return _start_on_ranks(config, tokenizer_digest, grammars).start()
+    spec = read_spec(config.model)
+    arranged = arrange(config.layout, spec)
+    if arranged.layout.num_ranks > 1:
+        return _start_on_ranks(config, spec, arranged, tokenizer_digest, grammars).start()
     machine = read_machine()
-    model = load(
-        config.model,
-        preset=config.preset,
-        dtype=config.dtype,
-        format=config.format,
-        kv_format=config.kv_format,
-        wire_format=config.dispatch_format,
+    model = build(
+        Checkpoint.open(config.model),
+        spec,
+        config.numerics_for(spec, backend=default_backend(), stated=arranged.numerics),
         num_threads=config.threads(machine),
-        backend=config.backend,
         available_bytes=machine.available_bytes,
         progress=progress,
     )
     resolved = config.resolve(model.spec, model.numerics, read_machine())
-    engine = assemble(model, resolved, tokenizer_digest=tokenizer_digest, grammars=grammars)
+    engine = assemble(
+        model, resolved, tokenizer_digest=tokenizer_digest, grammars=grammars, layout=arranged.layout
+    )
     # What was loaded lives until `close`: the collector need not walk it again and again.
     gc.collect()
     gc.freeze()
@@ -105,31 +107,42 @@ def assemble(
     *,
     tokenizer_digest: str = "",
     grammars: Grammars | None = None,
+    layout: Layout | None = None,
 ) -> Engine:
-    """The parts of an engine around a loaded model, not yet started."""
+    """The parts of an engine around a loaded model, not yet started; `layout` None is one rank's usual."""
     pool = KvPool(model.spec, model.numerics, config.num_blocks)
     worker = Worker(
         Runner(model.decoder, pool), model.spec, grammars=grammars, traces_routes=config.trace_routes
     )
-    return _engine(ModelFacts.of(model), config, LocalLink(worker), tokenizer_digest, grammars)
+    return _engine(
+        ModelFacts.of(model, layout or data_parallel(1)),
+        config,
+        LocalLink(worker),
+        tokenizer_digest,
+        grammars,
+    )
 
 
-def _start_on_ranks(config: EngineConfig, tokenizer_digest: str, grammars: Grammars | None) -> Engine:
+def _start_on_ranks(
+    config: EngineConfig,
+    spec: ModelSpec,
+    arranged: Arrangement,
+    tokenizer_digest: str,
+    grammars: Grammars | None,
+) -> Engine:
     """An engine whose model lies in several processes of this machine, each with requests of its own."""
-    machine, layout = read_machine(), data_parallel(config.num_ranks)
-    spec = read_spec(config.model)
-    check_layout(layout, spec)
-    plan = None if config.placement is None else read_plan(config.placement, config.num_ranks, spec)
+    machine, num_ranks = read_machine(), arranged.layout.num_ranks
     setups = [
         RankSetup(
             config=config,
-            layout=layout,
-            plan=plan,
-            num_threads=max(1, config.threads(machine) // config.num_ranks),
-            available_bytes=machine.available_bytes // config.num_ranks,
+            layout=arranged.layout,
+            plan=arranged.plan,
+            numerics=arranged.numerics,
+            num_threads=max(1, config.threads(machine) // num_ranks),
+            available_bytes=machine.available_bytes // num_ranks,
             grammars=grammars,
         )
-        for _ in range(config.num_ranks)
+        for _ in range(num_ranks)
     ]
     ranks = Ranks(setups)
     try:
@@ -143,7 +156,7 @@ def _start_on_ranks(config: EngineConfig, tokenizer_digest: str, grammars: Gramm
             proof=ready[0].proof,
             notes=ready[0].notes,
             unused=ready[0].unused,
-            layout=layout,
+            layout=arranged.layout,
         )
         resolved = config.resolve(spec, facts.numerics, read_machine())
         ranks.start_pools(RankPool(config=resolved))
@@ -247,6 +260,8 @@ def describe(model: ModelFacts, config: ResolvedConfig, notes: list[str]) -> dic
             "dispatcher": model.layout.dispatcher,
             "returns": model.layout.returns,
             "num_ranks": model.layout.num_ranks,
+            "num_micro_batches": model.layout.num_micro_batches,
+            "ranks_per_node": model.layout.ranks_per_node,
         },
         "num_threads": config.num_threads,
         "kv": {

@@ -1,26 +1,180 @@
-"""Which layouts this engine runs, and how they are said in a line."""
+"""How a model is laid out over ranks: from wishes or a deployment file to one layout that this engine runs.
+
+Knows files and rules; what a rank does with a layout is not known here.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal, get_args
 
-from moesaic.errors import ConfigError
+from moesaic.errors import ConfigError, nearest
+from moesaic.hashing import digest
 from moesaic.spec.codec import from_plain
-from moesaic.spec.deployment import Grid, Layout, check_plan
+from moesaic.spec.deployment import Deployment, Grid, Layout, check_plan, from_json
 from moesaic.spec.experts import ExpertPlan
+from moesaic.spec.layout_rules import DISPATCHERS, NOT_BUILT, Dispatcher, refusals
 from moesaic.spec.model import ModelSpec
+from moesaic.spec.numerics import Numerics
 
-MAX_PLAN_BYTES = 64 * 2**20  # guess: 100 layers of 1,000 slots are 8 MB
+Returns = Literal["choices", "subtrees"]
+RETURNS: tuple[Returns, ...] = get_args(Returns)
+
+MAX_FILE_BYTES = 2**28  # guess: a placement of 100 layers of 1,000 slots has 8 MB
+_COUNTS = ("num_ranks", "num_micro_batches", "ranks_per_node")
+FLAGS = {
+    "num_ranks": "--ranks",
+    "placement": "--placement",
+    "deployment": "--deployment",
+    "dispatcher": "--dispatcher",
+    "returns": "--returns",
+    "num_micro_batches": "--micro-batches",
+    "ranks_per_node": "--ranks-per-node",
+}
+"""What the command line calls the fields of `LayoutWish`."""
 
 
-def data_parallel(num_ranks: int) -> Layout:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutWish:
+    """How the user wants a model spread over processes. None: derived, by the rule beside the field."""
+
+    num_ranks: int | None = None  # None: as many as were started from outside, else one
+    placement: str | None = None  # file that says which rank holds which experts; None: equal runs
+    deployment: str | None = None  # file with layout, placement and numerics; no other field is stated then
+    dispatcher: Dispatcher | None = None  # None: local for one rank, else exchange
+    returns: Returns | None = None  # None: choices
+    num_micro_batches: int | None = None  # of a step; None: one
+    ranks_per_node: int | None = None  # that follow each other; None: as they were started, if that is known
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        for name, known in (("dispatcher", DISPATCHERS), ("returns", RETURNS)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ConfigError(f"{name} {value!r} is unknown; {nearest(value, known)}")
+        others = [FLAGS[name] for name in self.stated() if name != "deployment"]
+        if self.deployment is not None and others:
+            raise ConfigError(
+                f"--deployment {self.deployment} says the whole layout, and {', '.join(others)} "
+                f"{'says' if len(others) == 1 else 'say'} it again: leave one of them out"
+            )
+
+    def stated(self) -> list[str]:
+        """Fields that are not None."""
+        return [field.name for field in fields(self) if getattr(self, field.name) is not None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Arrangement:
+    """A layout that this engine runs, and what was said beside it."""
+
+    layout: Layout
+    plan: ExpertPlan | None = None  # None: experts in equal runs
+    numerics: Numerics | None = None  # None: those of the preset
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """Ranks that something else started, such as torchrun."""
+
+    by: str
+    num_ranks: int
+    ranks_per_node: int | None  # None: not alike on all nodes, or not said
+
+
+def arrange(wish: LayoutWish, spec: ModelSpec, started: Started | None = None) -> Arrangement:
+    """What the wishes come to for a model.
+
+    Raises: ConfigError for a file that is none, for wishes that contradict each other, the model or the ranks
+            that were started, and for layouts that this engine does not run; with the nearest that it does.
+    """
+    found = _by_flags(wish, spec, started) if wish.deployment is None else _by_file(wish.deployment, spec)
+    if started is not None and found.layout.num_ranks != started.num_ranks:
+        asked = "--ranks" if wish.deployment is None else f"deployment {wish.deployment}"
+        raise ConfigError(
+            f"{asked} is for {_ranks(found.layout.num_ranks)}, but {started.by} started {started.num_ranks}: "
+            f"start {found.layout.num_ranks}"
+            + (", or leave --ranks out" if wish.deployment is None else ", or plan anew")
+        )
+    check_layout(found.layout, spec)
+    return found
+
+
+def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None) -> Arrangement:
+    num_ranks = wish.num_ranks or (1 if started is None else started.num_ranks)
+    if num_ranks == 1:
+        for name in ("placement", "dispatcher", "returns", "ranks_per_node"):
+            value = getattr(wish, name)
+            if value not in (None, "local"):
+                raise ConfigError(
+                    f"{FLAGS[name]} {value} is for several ranks, and there is one: ask for several with "
+                    f"--ranks, or leave {FLAGS[name]} out"
+                )
+    elif wish.dispatcher == "local":
+        raise ConfigError(
+            f"dispatcher local sends nothing, so it has one rank, and there are {num_ranks}: "
+            f"{_runnable(num_ranks)}, or leave --ranks out"
+        )
+    per_node = wish.ranks_per_node or (None if started is None else started.ranks_per_node)
+    if wish.dispatcher == "two_level" and (per_node is None or per_node >= num_ranks):
+        raise ConfigError(
+            f"dispatcher two_level is for ranks on several nodes, got {num_ranks} ranks and "
+            + ("no --ranks-per-node" if per_node is None else f"{per_node} per node")
+            + (f": ask for --ranks-per-node 1 to {num_ranks - 1}" if num_ranks > 1 else "")
+            + ", or use exchange"
+        )
+    layout = data_parallel(
+        num_ranks,
+        dispatcher=wish.dispatcher,
+        returns=wish.returns or "choices",
+        num_micro_batches=wish.num_micro_batches or 1,
+        ranks_per_node=per_node,
+    )
+    plan = None if wish.placement is None else read_plan(wish.placement, num_ranks, spec)
+    return Arrangement(layout=layout, plan=plan)
+
+
+def _by_file(path: str, spec: ModelSpec) -> Arrangement:
+    deployment, where = read_deployment(path), f"deployment {path}"
+    if deployment.model_digest != digest(spec):
+        raise ConfigError(
+            f"{where}: it was made for another model (digest {deployment.model_digest}, this one has "
+            f"{digest(spec)}); plan for this one with moesaic plan"
+        )
+    if reasons := deployment.not_runnable():
+        raise ConfigError(
+            f"{where}: this engine does not run all of it:\n  "
+            + "\n  ".join(str(reason) for reason in reasons)
+            + "\nplan with other --layout and formats, or print the lines of another engine with moesaic emit"
+        )
+    (instance,) = deployment.instances
+    _check_plan_of(instance.plan, instance.layout.num_ranks, spec, where)
+    return Arrangement(layout=instance.layout, plan=instance.plan, numerics=deployment.numerics)
+
+
+def data_parallel(
+    num_ranks: int,
+    *,
+    dispatcher: Dispatcher | None = None,
+    returns: Returns = "choices",
+    num_micro_batches: int = 1,
+    ranks_per_node: int | None = None,
+) -> Layout:
     """Attention on every rank for its own requests, experts spread over all ranks."""
     ranks = tuple(range(num_ranks))
     return Layout(
         attention=Grid(axes={"dp": num_ranks}, ranks=ranks),
         experts=Grid(axes={"ep": num_ranks}, ranks=ranks),
-        dispatcher="local" if num_ranks == 1 else "exchange",
+        dispatcher=dispatcher or ("local" if num_ranks == 1 else "exchange"),
+        returns=returns,
+        num_micro_batches=num_micro_batches,
+        ranks_per_node=ranks_per_node,
     )
 
 
@@ -29,6 +183,11 @@ def check_layout(layout: Layout, spec: ModelSpec) -> None:
 
     Raises: ConfigError with the numbers and the nearest layouts that can.
     """
+    if layout.dispatcher in NOT_BUILT:
+        reasons = "; ".join(refusal.reason for refusal in refusals(layout.cell()))
+        raise ConfigError(
+            f"dispatcher {layout.dispatcher} does not run: {reasons}; {_runnable(layout.num_ranks)}"
+        )
     fewest = min((moe.num_experts for _, moe in spec.moe_layers), default=1)
     if layout.num_ranks > fewest:
         raise ConfigError(
@@ -37,30 +196,64 @@ def check_layout(layout: Layout, spec: ModelSpec) -> None:
         )
 
 
+def check_hosts(layout: Layout, hosts: Sequence[str]) -> None:
+    """Whether ranks that are on these hosts (by rank) can reach each other as the layout says.
+
+    Raises: ConfigError naming two ranks that cannot.
+    """
+    if layout.dispatcher != "shared_memory":
+        return
+    for rank, host in enumerate(hosts):
+        if host != hosts[0]:
+            raise ConfigError(
+                f"dispatcher shared_memory is for ranks of one host, and ranks 0 and {rank} share none: use "
+                "exchange or two_level"
+            )
+
+
 def read_plan(path: str, num_ranks: int, spec: ModelSpec) -> ExpertPlan:
     """The placement that `moesaic balance -o` wrote, for this model and these ranks.
 
     Raises: ConfigError for a file that is none, and for a plan of other layers, experts or ranks.
     """
-    file, where = Path(path), f"placement {path}"
+    where = f"placement {path}"
     try:
-        if file.stat().st_size > MAX_PLAN_BYTES:
-            raise ConfigError(f"{where}: {file.stat().st_size} bytes, a plan has at most {MAX_PLAN_BYTES}")
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{where}: cannot be read ({error.strerror}); give a file of moesaic balance -o"
-        ) from error
+        data = json.loads(_read(path, where, "moesaic balance -o"))
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON ({error}); write it by moesaic balance -o") from error
     plan = from_plain(ExpertPlan, data, where=where)
+    _check_plan_of(plan, num_ranks, spec, where)
+    return plan
+
+
+def read_deployment(path: str) -> Deployment:
+    """The deployment that `moesaic plan -o` wrote.
+
+    Raises: ConfigError for a file that is none.
+    """
+    where = f"deployment {path}"
+    return from_json(_read(path, where, "moesaic plan -o"), name=where)
+
+
+def _read(path: str, where: str, writer: str) -> bytes:
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{where}: {file.stat().st_size} bytes, it may have {MAX_FILE_BYTES}")
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read ({error.strerror}); give a file of {writer}") from error
+
+
+def _check_plan_of(plan: ExpertPlan, num_ranks: int, spec: ModelSpec, where: str) -> None:
+    """Raises: ConfigError for a plan of other layers, experts or ranks."""
     counts = [moe.num_experts for _, moe in spec.moe_layers]
     if len(plan.slot_expert) != len(counts):
         raise ConfigError(
             f"{where}: it has {len(plan.slot_expert)} layers, the model has {len(counts)} with experts; give "
             "balance a load of this model"
         )
-    if plan.num_ranks != num_ranks:
+    if plan.num_ranks > num_ranks or (plan.num_ranks < num_ranks and plan.slot_rank):
         raise ConfigError(
             f"{where}: it is for {plan.num_ranks} ranks, this engine has {num_ranks}; ask for --ranks "
             f"{plan.num_ranks}, or balance for --gpus {num_ranks}"
@@ -71,13 +264,32 @@ def read_plan(path: str, num_ranks: int, spec: ModelSpec) -> ExpertPlan:
             raise ConfigError(
                 f"{where}: sparse layer {layer} must place experts 0 to {count - 1}, each once or more"
             )
-    return plan
 
 
 def describe_layout(layout: Layout) -> str:
-    """`attention dp 4, experts ep 4, exchange`."""
+    """`attention dp 4, experts ep 4, exchange`, and what is not as usual."""
     parts = []
     for name, grid in (("attention", layout.attention), ("experts", layout.experts)):
         axes = " ".join(f"{axis} {size}" for axis, size in grid.axes.items() if size > 1) or "on one rank"
         parts.append(f"{name} {axes}")
-    return ", ".join([*parts, layout.dispatcher])
+    parts.append(layout.dispatcher)
+    if layout.returns != "choices":
+        parts.append(f"returns {layout.returns}")
+    if layout.num_micro_batches > 1:
+        parts.append(f"{layout.num_micro_batches} micro-batches")
+    if layout.ranks_per_node is not None:
+        parts.append(f"{_ranks(layout.ranks_per_node)} per node")
+    return ", ".join(parts)
+
+
+def _runnable(num_ranks: int) -> str:
+    """The nearest dispatchers that run."""
+    if num_ranks == 1:
+        return "local runs on one rank"
+    return f"for {num_ranks} ranks there are " + " and ".join(
+        one for one in DISPATCHERS if one not in NOT_BUILT and one != "local"
+    )
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

@@ -36,7 +36,7 @@ from moesaic.kernels.ops import default_backend
 from moesaic.kv.pool import KvPool
 from moesaic.models.build import Dispatcher, LoadedModel, Share, build, read_spec
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.parallel.dispatch.exchange import Exchange
+from moesaic.parallel.dispatch.build import make_dispatcher, num_lanes
 from moesaic.parallel.gloo import GlooTransport
 from moesaic.parallel.mesh import Identity, Mesh
 from moesaic.sched.step import StepPlan, StepResult
@@ -53,6 +53,7 @@ class RankSetup:
     config: EngineConfig
     layout: Layout
     plan: ExpertPlan | None  # None: contiguous
+    numerics: Numerics | None  # None: those of the config's preset
     num_threads: int
     available_bytes: int  # of memory, for this rank alone
     grammars: Grammars | None
@@ -98,7 +99,7 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
     """
     config, layout = setup.config, setup.layout
     checkpoint, spec = Checkpoint.open(config.model), read_spec(config.model)
-    numerics = config.numerics(dtype=config.dtype or spec.dtype, backend=config.backend or default_backend())
+    numerics = config.numerics_for(spec, backend=default_backend(), stated=setup.numerics)
     mesh.agree(
         Identity(
             version=__version__,
@@ -107,11 +108,11 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
             backend=numerics.backend,
         )
     )
-    wires = GlooTransport(mesh, num_lanes=2 * layout.num_micro_batches)
+    wires = GlooTransport(mesh, num_lanes=num_lanes(layout))
     plan = plan_of(setup, spec)
 
     def dispatcher(spec: ModelSpec, numerics: Numerics) -> Dispatcher:
-        return Exchange(spec.moe_layers, numerics, plan, wires, returns=layout.returns)
+        return make_dispatcher(layout, spec.moe_layers, numerics, plan, wires)
 
     return build(
         checkpoint,

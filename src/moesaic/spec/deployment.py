@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -417,23 +417,36 @@ def _instance_reasons(path: str, instance: Instance, *, is_native: bool) -> list
     checks: tuple[tuple[bool, str, object, str], ...] = (
         (instance.count > 1, "count", instance.count, "several instances need the router in front"),
         (len(instance.phases) < 2, "phases", phases, "an instance of one phase needs KV transfer"),
-        (layout.num_ranks > 1, "layout", f"{layout.num_ranks} ranks", "one rank is run today"),
-        (layout.returns != "choices", "layout.returns", layout.returns, "only choices are returned"),
+        *_grid_checks(layout),
         (layout.pipeline > 1, "layout.pipeline", layout.pipeline, "pipelines are planned, not run"),
-        (
-            layout.num_micro_batches > 1,
-            "layout.num_micro_batches",
-            layout.num_micro_batches,
-            "one micro-batch is run today",
-        ),
         (bool(tiers.kv), "tiers.kv", len(tiers.kv), "all KV blocks are resident"),
-        (_has_copies(instance.plan), "plan.slot_expert", "copies", "one copy of an expert is run"),
+        (
+            layout.num_ranks == 1 and _has_copies(instance.plan),
+            "plan.slot_expert",
+            "copies",
+            "one rank keeps one copy of an expert",
+        ),
         (_has_slices(instance.plan), "plan.slot_slice", "slices", "only whole experts are run"),
     )
     return [
         *(_refused(path, instance, refusal) for refusal in refusals(cell)),
         *(_reason(f"{path}.{name}", value, message) for is_wrong, name, value, message in checks if is_wrong),
     ]
+
+
+def _grid_checks(layout: Layout) -> Iterator[tuple[bool, str, object, str]]:
+    """(is wrong, path, value, why) of the ranks: what runs is attention dp n and experts ep n, 0 to n - 1."""
+    own, theirs, count = layout.attention, layout.experts, layout.num_ranks
+    yield own.size("tp") > 1, "layout.attention.tp", own.size("tp"), "attention is not split over ranks"
+    yield own.size("kvp") > 1, "layout.attention.kvp", own.size("kvp"), "KV is not split over ranks"
+    yield theirs.size("tp") > 1, "layout.experts.tp", theirs.size("tp"), "only whole experts are run"
+    if not layout.is_split:  # which the dispatcher's refusal names
+        for name, grid in (("attention", own), ("experts", theirs)):
+            is_other = grid.ranks != tuple(range(count))
+            yield is_other, f"layout.{name}.ranks", list(grid.ranks), f"they are 0 to {count - 1}, in order"
+    is_idle = count == 1 and (layout.dispatcher != "local" or layout.returns != "choices")
+    value = f"{layout.dispatcher}, {layout.returns}"
+    yield is_idle, "layout.dispatcher", value, "one rank sends nothing: local, choices"
 
 
 def _refused(path: str, instance: Instance, refusal: Refusal) -> Reason:

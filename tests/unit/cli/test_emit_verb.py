@@ -111,16 +111,16 @@ def test_json_has_the_promised_keys(wide):
 
 def test_moesaic_itself(tmp_path, wide):
     refused = run(wide, "--for", "moesaic", "--model", "m")
-    assert "instances[0].layout = 16 ranks: one rank is run today" in str(refused.exception)
+    assert "numerics.backend = external" in str(refused.exception)
     shown = run(wide, "--for", "moesaic", "--model", "m", "--partial", "--kubernetes", "--version", "9.9")
     assert shown.output.splitlines()[-1] == "moesaic serve m"
-    for part in ("left out: instances[0].layout = 16 ranks", "moesaic has no manifest", "9.9 are not known"):
+    for part in ("left out: numerics.backend = external", "moesaic has no manifest", "9.9 are not known"):
         assert part in shown.output
     path = tmp_path / "one.json"
     one = single_process("digest", numerics("portable", dtype="bfloat16"), contiguous_plan((4,), 1))
     path.write_text(one.to_json())
     shown = run(str(path), "--for", "moesaic", "--model", "/mnt/m")
-    assert shown.output.splitlines()[-1] == "moesaic serve /mnt/m"
+    assert shown.output.splitlines()[-1] == f"moesaic serve /mnt/m --deployment {path}"
 
 
 @pytest.mark.parametrize(

@@ -377,13 +377,17 @@ def test_every_field_that_does_not_run_is_named() -> None:
         "instances": replace(ONE, instances=(one, replace(one, name="b"))),
         "instances[0].count": replace(ONE, instances=(replace(one, count=2),)),
         "instances[0].phases": replace(ONE, instances=(replace(one, phases=frozenset({"decode"})),)),
-        "instances[0].layout": with_layout(layout(), NUMERICS.with_leaves(matmul_shards=2)),
+        "instances[0].layout.attention.tp": with_layout(layout(), NUMERICS.with_leaves(matmul_shards=2)),
+        "instances[0].layout.attention.kvp": with_layout(two(attention={"kvp": 2})),
+        "instances[0].layout.experts.tp": with_layout(
+            two(experts={"tp": 2}), NUMERICS.with_leaves(matmul_shards=2)
+        ),
+        "instances[0].layout.attention.ranks": with_layout(two(attention_ranks=(1, 0))),
+        "instances[0].layout.experts.ranks": with_layout(two(expert_ranks=(1, 0))),
         "instances[0].layout.dispatcher": with_layout(
             layout(dispatcher="gathered"), NUMERICS.with_leaves(matmul_shards=2)
         ),
-        "instances[0].layout.returns": with_layout(replace(alone, returns="subtrees")),
         "instances[0].layout.pipeline": with_layout(replace(alone, pipeline=2)),
-        "instances[0].layout.num_micro_batches": with_layout(replace(alone, num_micro_batches=2)),
         "instances[0].layout.is_fused": with_layout(replace(alone, is_fused=True)),
         "instances[0].tiers.experts": replace(
             ONE,
@@ -397,9 +401,37 @@ def test_every_field_that_does_not_run_is_named() -> None:
         "numerics.backend": replace(ONE, numerics=replace(NUMERICS, backend="external")),
         "numerics.combine": replace(ONE, numerics=replace(NUMERICS, combine="per_rank")),
     }
+    for wrong in (replace(alone, returns="subtrees"), replace(alone, dispatcher="exchange")):
+        (reason,) = with_layout(wrong).not_runnable()
+        assert str(reason).startswith("instances[0].layout.dispatcher = ")
     for path, found in cases.items():
         assert path in {reason.path for reason in found.not_runnable()}
     assert str(cases["instances[0].count"].not_runnable()[0]).startswith("instances[0].count = 2: ")
+
+
+def test_ranks_with_requests_of_their_own_run_with_every_dispatcher_that_is_built() -> None:
+    for right in (
+        two(),
+        two(returns="subtrees"),
+        two(num_micro_batches=3),
+        two(dispatcher="two_level", ranks_per_node=1),
+        replace(ONE.instances[0].layout, num_micro_batches=2),
+    ):
+        assert with_layout(right).not_runnable() == ()
+
+
+def two(
+    attention: Any = None,
+    experts: Any = None,
+    attention_ranks: tuple[int, ...] = (0, 1),
+    expert_ranks: tuple[int, ...] = (0, 1),
+    **others: Any,
+) -> Layout:
+    return Layout(
+        attention=Grid(axes=attention or {"dp": 2}, ranks=attention_ranks),
+        experts=Grid(axes=experts or {"ep": 2}, ranks=expert_ranks),
+        **({"dispatcher": "exchange"} | others),
+    )
 
 
 def test_tiers_need_a_budget_and_intervals_go_up() -> None:

@@ -1,0 +1,168 @@
+"""From wishes, files and ranks that were started to one layout; contradictions are refused with a way out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moesaic.engine.config import EngineConfig
+from moesaic.engine.layout import LayoutWish, Started, arrange, check_hosts, data_parallel, describe_layout
+from moesaic.errors import ConfigError
+from moesaic.hashing import digest
+from moesaic.models.build import read_spec
+from moesaic.spec.codec import to_plain
+from moesaic.spec.deployment import Deployment, single_process
+from moesaic.spec.experts import contiguous_plan
+from moesaic.spec.locate import locate
+from moesaic.spec.numerics import preset
+
+SPEC = read_spec(locate("demo").weights_folder())
+COUNTS = tuple(moe.num_experts for _, moe in SPEC.moe_layers)
+NUMERICS = preset("portable", dtype="bfloat16")
+TORCHRUN = Started(by="torchrun", num_ranks=4, ranks_per_node=2)
+
+
+def deployment(num_ranks: int = 2, **layout: Any) -> Deployment:
+    one = single_process(digest(SPEC), NUMERICS, contiguous_plan(COUNTS, 1))
+    found = data_parallel(num_ranks, **layout)
+    plan = contiguous_plan(COUNTS, num_ranks)
+    return replace(one, instances=(replace(one.instances[0], layout=found, plan=plan),))
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_what_is_not_stated_follows_from_the_number_of_ranks() -> None:
+    assert (
+        describe_layout(arrange(LayoutWish(), SPEC).layout)
+        == "attention on one rank, experts on one rank, local"
+    )
+    found = arrange(LayoutWish(num_ranks=4, returns="subtrees", num_micro_batches=2), SPEC)
+    assert describe_layout(found.layout) == (
+        "attention dp 4, experts ep 4, exchange, returns subtrees, 2 micro-batches"
+    )
+    assert found.plan is None
+    assert found.numerics is None
+
+
+def test_ranks_that_were_started_say_how_many_and_which_share_a_node() -> None:
+    found = arrange(LayoutWish(dispatcher="two_level"), SPEC, TORCHRUN)
+    assert (found.layout.num_ranks, found.layout.ranks_per_node) == (4, 2)
+    with pytest.raises(ConfigError, match="--ranks is for 2 ranks, but torchrun started 4: start 2"):
+        arrange(LayoutWish(num_ranks=2), SPEC, TORCHRUN)
+
+
+def test_a_deployment_says_layout_placement_and_numerics(tmp_path: Path) -> None:
+    made = deployment(2, returns="subtrees", num_micro_batches=2)
+    found = arrange(LayoutWish(deployment=written(tmp_path / "d.json", made.to_json())), SPEC)
+    assert found.layout == made.instances[0].layout
+    assert found.numerics == NUMERICS
+    assert found.plan is not None
+    for ours, theirs in zip(found.plan.slot_rank, made.instances[0].plan.slot_rank, strict=True):
+        assert np.array_equal(ours, theirs)
+    with pytest.raises(ConfigError, match=r"d\.json is for 2 ranks, but torchrun started 4"):
+        arrange(LayoutWish(deployment=str(tmp_path / "d.json")), SPEC, TORCHRUN)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_digest": "other"}, "made for another model"),
+        ({"instances": 2}, "instances = 2: several instances need the router"),
+        ({"numerics": replace(NUMERICS, combine="per_rank")}, "numerics.combine = per_rank"),
+        ({"plan": contiguous_plan((16,), 2)}, "it has 1 layers, the model has 5 with experts"),
+        ({"plan": contiguous_plan(COUNTS, 1)}, "it is for 1 ranks, this engine has 2"),
+        ({"plan": contiguous_plan((15,) * 5, 2)}, "sparse layer 0 must place experts 0 to 15"),
+    ],
+)
+def test_deployments_that_do_not_fit_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    made = deployment()
+    one = made.instances[0]
+    if "plan" in change:
+        made = replace(made, instances=(replace(one, plan=change["plan"]),))
+    elif "instances" in change:
+        made = replace(made, instances=(one, replace(one, name="b")))
+    else:
+        made = replace(made, **change)
+    path = written(tmp_path / "d.json", made.to_json())
+    with pytest.raises(ConfigError, match=message):
+        arrange(LayoutWish(deployment=path), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        (
+            {"num_ranks": 4, "dispatcher": "local"},
+            "one rank, and there are 4: for 4 ranks there are exchange and",
+        ),
+        ({"num_ranks": 4, "dispatcher": "two_level"}, "no --ranks-per-node: ask for --ranks-per-node 1 to 3"),
+        ({"num_ranks": 4, "dispatcher": "two_level", "ranks_per_node": 4}, "4 per node: ask for"),
+        (
+            {"num_ranks": 2, "dispatcher": "gathered"},
+            "gathered does not run: .*; for 2 ranks there are exchange",
+        ),
+        ({"num_ranks": 17}, "17 ranks for 16 experts a layer: .* at most 16"),
+        ({"dispatcher": "exchange"}, "--dispatcher exchange is for several ranks, and there is one"),
+        ({"returns": "subtrees"}, "--returns subtrees is for several ranks"),
+        ({"ranks_per_node": 1}, "--ranks-per-node 1 is for several ranks"),
+        ({"dispatcher": "exchnge", "num_ranks": 2}, "dispatcher 'exchnge' is unknown; did you mean exchange"),
+        ({"returns": "tree", "num_ranks": 2}, "returns 'tree' is unknown; .*subtrees"),
+        ({"num_micro_batches": 0}, "num_micro_batches must be a whole number of at least 1, got 0"),
+        ({"deployment": "d.json", "num_ranks": 2, "returns": "choices"}, "--ranks, --returns say it again"),
+        ({"deployment": "absent.json"}, r"deployment absent\.json: cannot be read .*moesaic plan -o"),
+    ],
+)
+def test_wishes_that_cannot_be_are_refused_with_a_way_out(wish: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        arrange(LayoutWish(**wish), SPEC)
+
+
+def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        arrange(LayoutWish(deployment=written(tmp_path / "bad.json", "{")), SPEC)
+    plan = to_plain(contiguous_plan(COUNTS, 2))
+    with pytest.raises(ConfigError, match=r"plan\.json"):
+        arrange(LayoutWish(deployment=written(tmp_path / "plan.json", json.dumps(plan))), SPEC)
+
+
+def test_options_beside_the_numerics_of_a_deployment_must_say_the_same() -> None:
+    config = EngineConfig.parse("m", {"deployment": "d.json", "format": "int8", "kv_format": "bfloat16"})
+    with pytest.raises(
+        ConfigError, match=r"format int8 is asked for, but the deployment d\.json has bfloat16"
+    ):
+        config.numerics_for(SPEC, backend="native/avx2", stated=NUMERICS)
+    assert replace(config, format=None).numerics_for(SPEC, backend="x", stated=NUMERICS) == NUMERICS
+    fast = replace(config, format=None, preset="fast")
+    with pytest.raises(ConfigError, match="numerics fast is asked for"):
+        fast.numerics_for(SPEC, backend="x", stated=NUMERICS)
+    other = replace(config, format=None, backend="native/avx2")
+    with pytest.raises(ConfigError, match="has reference: leave it out"):
+        other.numerics_for(SPEC, backend="x", stated=NUMERICS)
+
+
+def test_options_of_a_layout_are_options_of_the_engine() -> None:
+    assert EngineConfig.parse("m", {"num_ranks": 3}).layout == LayoutWish(num_ranks=3)
+    stated = LayoutWish(num_ranks=3)
+    assert EngineConfig.parse("m", {"layout": stated, "returns": "subtrees"}).layout == replace(
+        stated, returns="subtrees"
+    )
+    with pytest.raises(ConfigError, match="did you mean num_ranks"):
+        EngineConfig.parse("m", {"num_rank": 3})
+
+
+def test_shared_memory_is_for_one_host() -> None:
+    layout = data_parallel(3, dispatcher="shared_memory")
+    check_hosts(layout, ["a", "a", "a"])
+    with pytest.raises(ConfigError, match="ranks 0 and 2 share none: use exchange or two_level"):
+        check_hosts(layout, ["a", "a", "b"])
+    check_hosts(data_parallel(2), ["a", "b"])
