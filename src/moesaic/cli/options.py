@@ -56,6 +56,14 @@ Placement = Annotated[
     str | None,
     typer.Option(help="File of moesaic balance -o: which rank holds which experts [default: equal runs]."),
 ]
+ReplicaChoiceName = Annotated[
+    str,
+    typer.Option(
+        "--replica-choice",
+        help="Which copy of an expert a row goes to: turns (by the plan's shares), least-loaded (by the last "
+        "steps' loads) or hash (a row stays with its copy when others come and go). No bit depends on it.",
+    ),
+]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")]
 
 

@@ -24,6 +24,7 @@ from moesaic.cli.options import (
     NumericsName,
     Placement,
     Ranks,
+    ReplicaChoiceName,
     Threads,
     defaults_of,
 )
@@ -70,6 +71,7 @@ def serve_command(
     threads: Threads = None,
     ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
     placement: Placement = None,
+    replica_choice: ReplicaChoiceName = ENGINE_DEFAULTS["replica_choice"],
     generation_config: Annotated[
         str,
         typer.Option(help="auto: sampling defaults are those of the model's generation_config.json; none."),
@@ -114,6 +116,7 @@ def serve_command(
         num_threads=threads,
         num_ranks=ranks,
         placement=placement,
+        replica_choice=replica_choice,  # type: ignore[arg-type]  # checked by the dataclass
     )
     defaults = SamplingDefaults.load(folder) if generation_config == "auto" else SamplingDefaults()
     _serve(located, config, settings, defaults, host=host, port=port)

@@ -15,6 +15,7 @@ from typing import Any
 
 from moesaic.engine.machine import Machine
 from moesaic.errors import CapacityError, ConfigError, nearest
+from moesaic.placement.choice import REPLICA_CHOICES, ReplicaChoice
 from moesaic.sched.capacity import pool_sizes, useful_bytes
 from moesaic.sched.ledger import CacheGroup, cache_groups
 from moesaic.sched.scheduler import Limits
@@ -69,6 +70,7 @@ class EngineConfig:
     trace_routes: bool = False  # report which experts every token chose
     num_ranks: int = 1  # processes that share the experts; each computes requests of its own
     placement: str | None = None  # file that says which rank holds which experts; None: equal runs
+    replica_choice: ReplicaChoice = "turns"  # which copy of an expert a row goes to; never what it comes to
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -94,6 +96,11 @@ class EngineConfig:
             raise ConfigError(
                 f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): each running request takes a token of every step"
+            )
+        if self.replica_choice not in REPLICA_CHOICES:
+            raise ConfigError(
+                f"replica_choice {self.replica_choice!r} is unknown; "
+                f"{nearest(self.replica_choice, REPLICA_CHOICES)}"
             )
         if self.placement is not None and self.num_ranks == 1:
             raise ConfigError("a placement says which rank holds which experts: ask for several with --ranks")

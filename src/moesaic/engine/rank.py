@@ -36,7 +36,7 @@ from moesaic.kernels.ops import default_backend
 from moesaic.kv.pool import KvPool
 from moesaic.models.build import Dispatcher, LoadedModel, Share, build, read_spec
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.parallel.dispatch.exchange import Exchange
+from moesaic.parallel.dispatch.build import make_dispatcher, num_lanes
 from moesaic.parallel.gloo import GlooTransport
 from moesaic.parallel.mesh import Identity, Mesh
 from moesaic.sched.step import StepPlan, StepResult
@@ -107,11 +107,13 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
             backend=numerics.backend,
         )
     )
-    wires = GlooTransport(mesh, num_lanes=2 * layout.num_micro_batches)
+    wires = GlooTransport(mesh, num_lanes=num_lanes(layout))
     plan = plan_of(setup, spec)
 
     def dispatcher(spec: ModelSpec, numerics: Numerics) -> Dispatcher:
-        return Exchange(spec.moe_layers, numerics, plan, wires, returns=layout.returns)
+        return make_dispatcher(
+            layout, spec.moe_layers, numerics, plan, wires, replica_choice=config.replica_choice
+        )
 
     return build(
         checkpoint,
