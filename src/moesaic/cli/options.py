@@ -50,6 +50,14 @@ NumericsName = Annotated[str, typer.Option(help="Numerics preset: portable or fa
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads to compute with [default: all processors].")
 ]
+ReplicaChoiceName = Annotated[
+    str,
+    typer.Option(
+        "--replica-choice",
+        help="Which copy of an expert a row goes to: turns (by the plan's shares), least-loaded (by the last "
+        "steps' loads) or hash (a row stays with its copy when others come and go). No bit depends on it.",
+    ),
+]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")]
 
 

@@ -23,6 +23,7 @@ from moesaic.cli.options import (
     MaxNumSeqs,
     Model,
     NumericsName,
+    ReplicaChoiceName,
     Threads,
     defaults_of,
     with_options,
@@ -71,6 +72,7 @@ def serve_command(
     dispatch_format: DispatchFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
     threads: Threads = None,
+    replica_choice: ReplicaChoiceName = ENGINE_DEFAULTS["replica_choice"],
     generation_config: Annotated[
         str,
         typer.Option(help="auto: sampling defaults are those of the model's generation_config.json; none."),
@@ -114,6 +116,7 @@ def serve_command(
         kv_bytes=None if kv_bytes is None else parse_bytes(kv_bytes),
         num_threads=threads,
         layout=layout.wish(),
+        replica_choice=replica_choice,  # type: ignore[arg-type]  # checked by the dataclass
     )
     defaults = SamplingDefaults.load(folder) if generation_config == "auto" else SamplingDefaults()
     _serve(located, config, settings, defaults, host=host, port=port)

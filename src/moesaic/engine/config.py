@@ -16,6 +16,7 @@ from typing import Any
 from moesaic.engine.layout import LayoutWish
 from moesaic.engine.machine import Machine
 from moesaic.errors import CapacityError, ConfigError, nearest
+from moesaic.placement.choice import REPLICA_CHOICES, ReplicaChoice
 from moesaic.sched.capacity import pool_sizes, useful_bytes
 from moesaic.sched.ledger import CacheGroup, cache_groups
 from moesaic.sched.scheduler import Limits
@@ -68,6 +69,7 @@ class EngineConfig:
     has_prefix_cache: bool = True
     trace_routes: bool = False  # report which experts every token chose
     layout: LayoutWish = field(default_factory=LayoutWish)  # over how many processes, and how
+    replica_choice: ReplicaChoice = "turns"  # which copy of an expert a row goes to; never what it comes to
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -93,6 +95,11 @@ class EngineConfig:
             raise ConfigError(
                 f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): each running request takes a token of every step"
+            )
+        if self.replica_choice not in REPLICA_CHOICES:
+            raise ConfigError(
+                f"replica_choice {self.replica_choice!r} is unknown; "
+                f"{nearest(self.replica_choice, REPLICA_CHOICES)}"
             )
 
     @classmethod

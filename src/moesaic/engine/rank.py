@@ -112,7 +112,9 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
     plan = plan_of(setup, spec)
 
     def dispatcher(spec: ModelSpec, numerics: Numerics) -> Dispatcher:
-        return make_dispatcher(layout, spec.moe_layers, numerics, plan, wires)
+        return make_dispatcher(
+            layout, spec.moe_layers, numerics, plan, wires, replica_choice=config.replica_choice
+        )
 
     return build(
         checkpoint,

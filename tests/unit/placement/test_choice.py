@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from moesaic.errors import ConfigError
-from moesaic.placement.choice import choice_table, least_loaded, near_first, replica_of_key
+from moesaic.placement.choice import (
+    REPLICA_CHOICES,
+    choice_table,
+    hash_table,
+    least_loaded,
+    least_loaded_table,
+    near_first,
+    replica_of_key,
+    replica_table,
+)
 from moesaic.spec.experts import ExpertPlan
 
 
@@ -42,6 +51,51 @@ def test_own_node_first_and_only_copies_of_the_expert():
 
 def test_an_expert_without_a_slot_has_none():
     assert choice_table(plan([0, 1], [0, 2], [1, 1]), 0)[1].tolist() == [-1]
+
+
+def test_a_fourth_copy_takes_a_quarter_of_ten_thousand_keys_and_moves_no_other():
+    three = hash_table(plan([0, 1, 2, 3], [0, 0, 0, 1], [1, 1, 1, 1]), 0, num_keys=10_000)[0]
+    four = hash_table(plan([0, 1, 2, 3], [0, 0, 0, 0], [1, 1, 1, 1]), 0, num_keys=10_000)[0]
+    has_moved = three != four
+    assert has_moved.mean() == pytest.approx(0.25, abs=0.02)
+    assert set(four[has_moved].tolist()) == {3}
+    assert np.bincount(four) / 10_000 == pytest.approx([0.25] * 4, abs=0.02)
+
+
+def test_hashed_keys_meet_shares_and_find_copies_of_two_experts_on_one_rank():
+    made = plan([0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 1, 1], [0.5, 0.375, 0.125] * 2)
+    table = hash_table(made, 0, num_keys=10_000)
+    assert np.bincount(table[0]) / 10_000 == pytest.approx([0.5, 0.375, 0.125], abs=0.02)
+    assert (table[0] + 3 == table[1]).all()
+
+
+def test_the_least_loaded_copies_make_ranks_equal():
+    """Expert 0 only on rank 0, expert 1 on ranks 0 and 1, expert 2 on all three."""
+    made = plan([0, 0, 1, 0, 1, 2], [0, 1, 1, 2, 2, 2], [1, 0.5, 0.5, 1 / 3, 1 / 3, 1 / 3])
+    load_E = np.array([400, 300, 500])
+    queued = {}
+    for choice in ("turns", "least-loaded"):
+        table = replica_table(choice, made, 0, load_E)
+        part = np.stack([np.bincount(row, minlength=6) / table.shape[1] for row in table])
+        queued[choice] = np.bincount(made.slot_rank[0], weights=load_E @ part)
+    assert queued["turns"].max() > 700
+    assert queued["least-loaded"] == pytest.approx([400, 400, 400], abs=20)  # to 1 / 64 of an expert
+    assert (replica_table("least-loaded", made, 0) == choice_table(made, 0)).all(), "until there is a load"
+    assert set(least_loaded_table(made, 0, np.array([9, 0, 0]))[1].tolist()) == {1, 2}
+
+
+@pytest.mark.parametrize("choice", REPLICA_CHOICES)
+def test_every_choice_names_copies_of_the_expert_and_those_of_the_own_node_first(choice):
+    rng = np.random.default_rng(1)
+    experts = np.concatenate([np.arange(8), rng.integers(0, 8, 12)])
+    made = plan(rng.integers(0, 4, 20), experts, rng.random(20) + 0.1)
+    for node_id in (None, 0, 1):
+        table = replica_table(choice, made, 0, np.arange(8), node_id=node_id, gpus_per_node=2)
+        assert (experts[table] == np.arange(8)[:, None]).all()
+        nodes = made.slot_rank[0] // 2
+        for expert, row in enumerate(table):
+            if node_id in nodes[experts == expert]:
+                assert set(nodes[row].tolist()) == {node_id}
 
 
 def test_least_loaded_lowers_the_maximum_and_ties_go_low():

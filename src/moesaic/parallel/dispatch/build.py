@@ -9,6 +9,7 @@ from moesaic.parallel.dispatch.exchange import Exchange
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.two_level import TwoLevel
 from moesaic.parallel.transport import Transport
+from moesaic.placement.choice import ReplicaChoice
 from moesaic.spec.deployment import Layout
 from moesaic.spec.experts import ExpertPlan
 from moesaic.spec.layout_rules import refusals
@@ -28,6 +29,8 @@ def make_dispatcher(
     numerics: Numerics,
     plan: ExpertPlan,
     transport: Transport,
+    *,
+    replica_choice: ReplicaChoice = "turns",
 ) -> Local | Exchange:
     """Both sides of one rank; `moe_layers` is `ModelSpec.moe_layers`.
 
@@ -36,7 +39,9 @@ def make_dispatcher(
     if layout.dispatcher == "local":
         return Local(moe_layers, numerics, plan)
     if layout.dispatcher == "exchange":
-        return Exchange(moe_layers, numerics, plan, transport, returns=layout.returns)
+        return Exchange(
+            moe_layers, numerics, plan, transport, returns=layout.returns, replica_choice=replica_choice
+        )
     if layout.dispatcher == "two_level" and layout.ranks_per_node is not None:
         return TwoLevel(
             moe_layers,
@@ -45,6 +50,7 @@ def make_dispatcher(
             transport,
             returns=layout.returns,
             ranks_per_node=layout.ranks_per_node,
+            replica_choice=replica_choice,
         )
     reasons = "; ".join(one.reason for one in refusals(layout.cell()))
     raise ConfigError(f"dispatcher {layout.dispatcher} does not run: {reasons}")

@@ -37,7 +37,8 @@ from moesaic.parallel.dispatch.message import (
 from moesaic.parallel.dispatch.slots import layer_tables
 from moesaic.parallel.transport import Arrival, Purpose, Transport
 from moesaic.parallel.tree import combine_choices, combine_subtrees, evaluate_subtrees, weigh
-from moesaic.spec.experts import ExpertPlan
+from moesaic.placement.choice import ReplicaChoice
+from moesaic.spec.experts import ExpertPlan, IntArray
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import Numerics, wire_row_bytes
 from moesaic.steps import Wait
@@ -86,29 +87,58 @@ class Exchange(TokenSide, ExpertSide):
         *,
         returns: Returns = "choices",
         slots: Sequence[Tensor] | None = None,
+        replica_choice: ReplicaChoice = "turns",
         group_size: int = 1,
     ) -> None:
-        """`slots` replaces the plan's own choice of copies: [E, V] a layer, see `LayerTable`.
+        """`slots` replaces the choice of copies, until another plan comes: [E, V] a layer, see `LayerTable`.
 
         Raises: ConfigError for a plan that leaves an expert without a slot or names a rank there is not.
         """
         self._numerics = numerics
         self.transport = transport
         self._returns = returns
-        self._layers = layer_tables(
-            moe_layers,
-            plan,
-            transport.num_ranks,
-            group_size=group_size,
-            group_id=transport.rank // group_size,
-            slots=slots,
-        )
+        self._moe_layers = tuple(moe_layers)
+        self._replica_choice = replica_choice
+        self._group_size = group_size
+        self._loads: Sequence[IntArray] | None = None
+        self._place(plan, slots)
         self._num_groups = -(-transport.num_ranks // group_size)
         self._seam, self._partial = torch_dtype(numerics.seam_dtype), torch_dtype(numerics.partial_dtype)
         self._wire = numerics.wire_format
         self._arrivals: dict[Tag, Arrival] = {}
         self._received: dict[Tag, _Received] = {}
         self._returns_of: dict[Tag, Arrival] = {}
+
+    # ---- between steps ----
+
+    def adopt(self, plan: ExpertPlan) -> None:
+        """Send rows to where another plan has the experts, from the next step on.
+
+        Raises: as the constructor.
+        """
+        self._place(plan, None)
+
+    def observe(self, loads: Sequence[IntArray]) -> None:
+        """The tokens that chose each expert of late, over all ranks: what `least-loaded` goes by.
+
+        Shapes:  per MoE layer [E].
+        """
+        self._loads = loads
+        if self._replica_choice == "least-loaded":
+            self._place(self._plan, None)
+
+    def _place(self, plan: ExpertPlan, slots: Sequence[Tensor] | None) -> None:
+        self._layers = layer_tables(
+            self._moe_layers,
+            plan,
+            self.transport.num_ranks,
+            group_size=self._group_size,
+            group_id=self.transport.rank // self._group_size,
+            slots=slots,
+            choice=self._replica_choice,
+            loads=self._loads,
+        )
+        self._plan = plan
 
     # ---- the token side ----
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import ConfigError
-from moesaic.placement.choice import choice_table
-from moesaic.spec.experts import ExpertPlan
+from moesaic.placement.choice import ReplicaChoice, replica_table
+from moesaic.spec.experts import ExpertPlan, IntArray
 from moesaic.spec.model import MoeSpec
 
 
@@ -50,12 +50,16 @@ def layer_tables(
     group_size: int = 1,
     group_id: int = 0,
     slots: Sequence[Tensor] | None = None,
+    choice: ReplicaChoice = "turns",
+    loads: Sequence[IntArray] | None = None,
 ) -> dict[int, LayerTable]:
-    """The tables of all MoE layers; `slots` replaces the plan's shares by other tables [E, V].
+    """The tables of all MoE layers; `slots` replaces the policy of `choice` by other tables [E, V].
 
-    In groups of several ranks a copy within `group_id`, the group of those who choose, goes first.
+    In groups of several ranks a copy within `group_id`, the group of those who choose, goes first. `loads`
+    are the last known tokens of each expert [E], a layer each.
 
-    Raises: ConfigError where an expert has no slot, or a slot names a rank or an expert that there is not.
+    Raises: ConfigError where no slot takes an expert's tokens, or a slot names a rank or an expert that there
+            is not.
     """
     tables = {}
     for at, (layer_idx, spec) in enumerate(moe_layers):
@@ -76,14 +80,24 @@ def layer_tables(
         for group in range(-(-num_ranks // group_size)):
             mine = order_P[ranks[order_P] // group_size == group]
             local_P[mine] = np.arange(len(mine))
-        node_id = group_id if group_size > 1 else None
+        table_EV = replica_table(
+            choice,
+            plan,
+            at,
+            None if loads is None else loads[at],
+            node_id=group_id if group_size > 1 else None,
+            gpus_per_node=group_size,
+        )
+        if (idle := np.flatnonzero(table_EV[:, 0] < 0)).size:
+            raise ConfigError(
+                f"the expert plan gives no share of tokens to any slot of experts {idle.tolist()} of layer "
+                f"{layer_idx}; the shares of an expert's slots sum to 1"
+            )
         tables[layer_idx] = LayerTable(
             spec=spec,
             group_P=torch.from_numpy(ranks // group_size),
             local_P=torch.from_numpy(local_P),
-            slots_EV=torch.from_numpy(choice_table(plan, at, node_id, group_size))
-            if slots is None
-            else slots[at],
+            slots_EV=torch.from_numpy(table_EV) if slots is None else slots[at],
             num_slots=tuple(np.bincount(ranks, minlength=num_ranks).tolist()),
         )
     return tables

@@ -37,6 +37,7 @@ from moesaic.parallel.dispatch.message import (
 )
 from moesaic.parallel.transport import Arrival, Purpose, Stage, Transport
 from moesaic.parallel.tree import Subtrees, join_subtrees
+from moesaic.placement.choice import ReplicaChoice
 from moesaic.spec.experts import ExpertPlan
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import Numerics
@@ -61,6 +62,7 @@ class TwoLevel(Exchange):
         ranks_per_node: int,
         returns: Returns = "choices",
         slots: Sequence[Tensor] | None = None,
+        replica_choice: ReplicaChoice = "turns",
     ) -> None:
         """Raises: as `Exchange`; ConfigError for one sum per rank, and for nodes without ranks."""
         if ranks_per_node < 1:
@@ -70,6 +72,7 @@ class TwoLevel(Exchange):
                 f"two_level sums by the tree only, got combine = {numerics.combine}; the exchange dispatcher "
                 "has it"
             )
+        self._ranks_per_node = ranks_per_node
         super().__init__(
             moe_layers,
             numerics,
@@ -77,17 +80,21 @@ class TwoLevel(Exchange):
             transport,
             returns=returns,
             slots=slots,
+            replica_choice=replica_choice,
             group_size=ranks_per_node,
         )
-        rank, self._ranks_per_node = transport.rank, ranks_per_node
-        self._members = self._ranks_of(rank // ranks_per_node)
+        self._members = self._ranks_of(transport.rank // ranks_per_node)
         self._sources = {proxy: self._served_by(proxy) for proxy in self._members}
-        self._places = {
-            layer_idx: _places([layer.num_slots[at] for at in self._members])
-            for layer_idx, layer in self._layers.items()
-        }
         self._handed_on: dict[Tag, list[Sorted]] = {}
         self._last: dict[int, _Relay] = {}  # by lane of the first exchange
+
+    def _place(self, plan: ExpertPlan, slots: Sequence[Tensor] | None) -> None:
+        super()._place(plan, slots)
+        members = self._ranks_of(self.transport.rank // self._ranks_per_node)
+        self._places = {
+            layer_idx: _places([layer.num_slots[at] for at in members])
+            for layer_idx, layer in self._layers.items()
+        }
 
     # ---- who is whose proxy ----
 
