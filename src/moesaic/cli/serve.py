@@ -19,6 +19,7 @@ from moesaic.cli.options import (
     FormatName,
     KvBytes,
     KvFormatName,
+    MatmulShards,
     MaxNumSeqs,
     Model,
     NumericsName,
@@ -67,6 +68,7 @@ def serve_command(
     kv_format: KvFormatName = None,
     dispatch_format: DispatchFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
+    matmul_shards: MatmulShards = None,
     threads: Threads = None,
     ranks: Ranks = ENGINE_DEFAULTS["num_ranks"],
     placement: Placement = None,
@@ -106,6 +108,7 @@ def serve_command(
         format=weight_format,  # type: ignore[arg-type]  # checked by the dataclass
         kv_format=kv_format,  # type: ignore[arg-type]  # checked by the dataclass
         dispatch_format=dispatch_format,  # type: ignore[arg-type]  # checked by the dataclass
+        matmul_shards=matmul_shards,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_tokens_per_step=max_tokens_per_step,

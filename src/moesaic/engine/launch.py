@@ -86,6 +86,7 @@ def start_engine(
         format=config.format,
         kv_format=config.kv_format,
         wire_format=config.dispatch_format,
+        matmul_shards=config.matmul_shards,
         num_threads=config.threads(machine),
         backend=config.backend,
         available_bytes=machine.available_bytes,
