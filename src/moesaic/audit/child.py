@@ -41,6 +41,7 @@ class Job:
     format: str | None = None  # that our side rounds weights to; None: the dtype
     kv_format: str | None = None  # the same of keys and values
     wire_format: str | None = None  # and of rows on their way to experts
+    matmul_shards: int | None = None  # leaves of our row-parallel matmuls; None: the preset's
     is_long: bool = False  # longrope: transformers is told to take the long factors at every length
     family: str = ""  # the model_type whose class transformers uses where it does not know the folder's own
 

@@ -49,6 +49,7 @@ def probe(job: Job, say: Say) -> Mapping[str, Any]:
         format=job.format,  # type: ignore[arg-type]  # checked by the parent
         kv_format=job.kv_format,  # type: ignore[arg-type]  # checked by the parent
         wire_format=job.wire_format,  # type: ignore[arg-type]  # checked by the parent
+        matmul_shards=job.matmul_shards,
         available_bytes=read_machine().available_bytes,
     )
     for i, prompt in enumerate(job.prompts):

@@ -187,6 +187,7 @@ def verify(
                 format=wishes.format,
                 kv_format=wishes.kv_format,
                 wire_format=wishes.dispatch_format,
+                matmul_shards=wishes.matmul_shards,
                 is_long=bool(long_lengths),
                 family=spec.family,
             )

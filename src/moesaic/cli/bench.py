@@ -22,6 +22,7 @@ from moesaic.cli.options import (
     KvBytes,
     KvFormatName,
     LayoutOptions,
+    MatmulShards,
     MaxNumSeqs,
     Model,
     NumericsName,
@@ -139,6 +140,7 @@ def throughput_command(
     kv_format: KvFormatName = None,
     dispatch_format: DispatchFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
+    matmul_shards: MatmulShards = None,
     threads: Threads = None,
 ) -> None:
     """Measure an engine in this process."""
@@ -157,6 +159,7 @@ def throughput_command(
         format=weight_format,
         kv_format=kv_format,
         dispatch_format=dispatch_format,
+        matmul_shards=matmul_shards,
         num_threads=threads,
         layout=layout.wish(),
     ) as llm:

@@ -18,6 +18,7 @@ from moesaic.cli.options import (
     IgnoreEos,
     KvFormatName,
     LayoutOptions,
+    MatmulShards,
     Model,
     NumericsName,
     Threads,
@@ -66,6 +67,7 @@ def generate_command(
     kv_format: KvFormatName = None,
     dispatch_format: DispatchFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
+    matmul_shards: MatmulShards = None,
     threads: Threads = None,
 ) -> None:
     """Continue a prompt on the terminal."""
@@ -92,6 +94,7 @@ def generate_command(
         format=weight_format,
         kv_format=kv_format,
         dispatch_format=dispatch_format,
+        matmul_shards=matmul_shards,
         num_threads=threads,
         layout=layout.wish(),
     ) as llm:

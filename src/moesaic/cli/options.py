@@ -46,6 +46,14 @@ DispatchFormatName = Annotated[
         "numbers, or bfloat16 [default: the dtype].",
     ),
 ]
+MatmulShards = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Leaves of each sum that --tp may split, a power of two; it changes bits, on one rank too "
+        "[default: the preset's].",
+    ),
+]
 NumericsName = Annotated[str, typer.Option(help="Numerics preset: portable or fast.")]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Threads to compute with [default: all processors].")

@@ -20,6 +20,7 @@ from moesaic.cli.options import (
     KvBytes,
     KvFormatName,
     LayoutOptions,
+    MatmulShards,
     MaxNumSeqs,
     Model,
     NumericsName,
@@ -71,6 +72,7 @@ def serve_command(
     kv_format: KvFormatName = None,
     dispatch_format: DispatchFormatName = None,
     numerics: NumericsName = ENGINE_DEFAULTS["preset"],
+    matmul_shards: MatmulShards = None,
     threads: Threads = None,
     replica_choice: ReplicaChoiceName = ENGINE_DEFAULTS["replica_choice"],
     generation_config: Annotated[
@@ -109,6 +111,7 @@ def serve_command(
         format=weight_format,  # type: ignore[arg-type]  # checked by the dataclass
         kv_format=kv_format,  # type: ignore[arg-type]  # checked by the dataclass
         dispatch_format=dispatch_format,  # type: ignore[arg-type]  # checked by the dataclass
+        matmul_shards=matmul_shards,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_tokens_per_step=max_tokens_per_step,

@@ -14,7 +14,7 @@ import typer
 
 from moesaic.audit.prompts import HEAVY_TOKENS, NUM_TOKENS
 from moesaic.audit.verify import Pass, Verification, dump_json, verify
-from moesaic.cli.options import CHECK_FAILED, DispatchFormatName, FormatName, KvFormatName
+from moesaic.cli.options import CHECK_FAILED, DispatchFormatName, FormatName, KvFormatName, MatmulShards
 from moesaic.cli.verify_layouts import verify_layouts_command
 from moesaic.engine.config import EngineConfig, read_environment, read_hub_cache
 from moesaic.errors import ConfigError
@@ -40,6 +40,7 @@ def verify_command(
     weight_format: FormatName = None,
     kv_format: KvFormatName = None,
     dispatch_format: DispatchFormatName = None,
+    matmul_shards: MatmulShards = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads to compute with [default: all].")
     ] = None,
@@ -78,6 +79,7 @@ def verify_command(
         format=weight_format,  # type: ignore[arg-type]  # checked by the dataclass
         kv_format=kv_format,  # type: ignore[arg-type]  # checked by the dataclass
         dispatch_format=dispatch_format,  # type: ignore[arg-type]  # checked by the dataclass
+        matmul_shards=matmul_shards,
         num_threads=threads or environment.num_threads,
         backend=environment.backend,
     )

@@ -46,6 +46,7 @@ _COUNTS = (
     "max_waiting",
     "kv_bytes",
     "num_threads",
+    "matmul_shards",
 )
 
 
@@ -59,6 +60,7 @@ class EngineConfig:
     format: Format | None = None  # weights are rounded to it while they load; None: the dtype
     kv_format: KvFormat | None = None  # of keys and values in the pool; None: the dtype
     dispatch_format: WireFormat | None = None  # of rows on their way to experts; None: the dtype
+    matmul_shards: int | None = None  # leaves of a row-parallel matmul; None: the preset's
     max_num_seqs: int = 32  # requests computed in one step
     max_model_len: int | None = None  # prompt and output; None: the model's, or what the KV pool holds
     max_tokens_per_step: int = 512  # longer prompts are computed in chunks
@@ -129,6 +131,7 @@ class EngineConfig:
             format=self.format,
             kv_format=self.kv_format,
             wire_format=self.dispatch_format,
+            matmul_shards=self.matmul_shards,
         )
 
     def with_environment(self, environment: Environment) -> EngineConfig:
@@ -165,6 +168,7 @@ class EngineConfig:
             ("format", self.format, stated.formats.default.weight),
             ("kv_format", self.kv_format, stated.kv_format),
             ("dispatch_format", self.dispatch_format, stated.wire_format),
+            ("matmul_shards", self.matmul_shards, stated.matmul_shards),
             ("backend", self.backend, stated.backend),
         ):
             if asked not in (None, found):

@@ -83,9 +83,17 @@ def check_shards(weight_DF: Weight, num_shards: int) -> None:
 
     Raises: ConfigError with the arithmetic.
     """
-    width = weight_DF.shape[1]
-    if isinstance(weight_DF, PanelWeight):
-        weight_DF.kind.check_shards(width, num_shards)
+    format = weight_DF.format if isinstance(weight_DF, PanelWeight) else "float32"
+    check_width(format, weight_DF.shape[1], num_shards)
+
+
+def check_width(format: Format, width: int, num_shards: int) -> None:
+    """The same of a weight with rows of `width` kept in `format`; all floats are alike.
+
+    Raises: ConfigError with the arithmetic.
+    """
+    if format in QUANTISED:
+        QUANTISED[format].check_shards(width, num_shards)
     elif width % num_shards:
         raise ConfigError(
             f"numerics.matmul_shards = {num_shards} does not divide an inner width of {width}; "

@@ -37,6 +37,7 @@ from moesaic.models.names import WeightMap
 from moesaic.models.weights import (
     Progress,
     Weights,
+    check_leaves,
     check_memory,
     decoding_note,
     matmul_shapes,
@@ -127,6 +128,7 @@ def load(  # noqa: PLR0913 - each is a wish of its own
     format: Format | None = None,
     kv_format: KvFormat | None = None,
     wire_format: WireFormat | None = None,
+    matmul_shards: int | None = None,
     backend: str | None = None,
     available_bytes: int | None = None,
     progress: Progress | None = None,
@@ -135,7 +137,7 @@ def load(  # noqa: PLR0913 - each is a wish of its own
 
     `dtype` None is the checkpoint's own (float32 for float16, which it holds exactly). `format` is of the
     weights, `kv_format` of keys and values, `wire_format` of rows on their way to experts; None: that dtype.
-    `backend` None is the fastest here.
+    `matmul_shards` None are the preset's; `backend` None is the fastest here.
 
     Units:  available_bytes is what the weights may take of this machine's memory; None: not checked.
     Raises: ConfigError for the config; UnsupportedModelError naming what the engine lacks; CheckpointError
@@ -151,6 +153,7 @@ def load(  # noqa: PLR0913 - each is a wish of its own
         format=format,
         kv_format=kv_format,
         wire_format=wire_format,
+        matmul_shards=matmul_shards,
     )
     return build(
         checkpoint,
@@ -188,6 +191,7 @@ def build(
     names = _family(checkpoint.path, spec)
     accounting = account(checkpoint, spec, names)
     plan = None if share is None else share.plan
+    check_leaves(accounting, numerics)
     held = held_experts(spec.moe_layers, plan, 0 if share is None else share.rank)
     check_memory(checkpoint, accounting, numerics, held, available_bytes)
     ops = choose(numerics, num_threads=num_threads)

@@ -10,13 +10,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.errors import CheckpointError, HostMemoryShort
+from moesaic.errors import CheckpointError, ConfigError, HostMemoryShort
 from moesaic.experts.blob import Part
 from moesaic.experts.store import ExpertLoader, ResidentStore
 from moesaic.kernels import mxfp4
 from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.huge_pages import map_bytes
-from moesaic.kernels.panel import PANEL_ROWS, PanelWeight, Weight, pack_panels
+from moesaic.kernels.panel import PANEL_ROWS, PanelWeight, Weight, check_width, pack_panels
 from moesaic.models.accounting import Accounting, Filling
 from moesaic.models.checkpoint import Checkpoint, check_finite
 from moesaic.spec.model import ModelSpec
@@ -78,6 +78,26 @@ def weight_bytes_of(accounting: Accounting, numerics: Numerics, held: Held) -> i
     if tied is not None and not has_head and format in QUANTISED:
         head_bytes = QUANTISED[format].matrix_bytes(*tied.shape)
     return head_bytes + sum(_kept_bytes(filling, numerics, held) for filling in accounting.fillings)
+
+
+def check_leaves(accounting: Accounting, numerics: Numerics) -> None:
+    """Refuse a row-parallel matrix whose leaves would not be whole, before a weight is read.
+
+    Raises: ConfigError naming the tensor, with the arithmetic.
+    """
+    for filling in accounting.fillings:
+        if filling.name not in _INNER_NAMES:
+            continue
+        is_quantised = filling.half == "experts" or _is_quantised(filling, numerics)
+        format = numerics.formats.default.weight if is_quantised else numerics.seam_dtype
+        try:
+            check_width(format, filling.shape[-1], numerics.matmul_shards)
+        except ConfigError as error:
+            raise ConfigError(f"{filling.key}: {error}") from error
+
+
+_INNER_NAMES = ("o", "out", "down")
+"""Matrices whose inner width a layout may split: those that end a mixer, a dense network, an expert."""
 
 
 def decoding_note(checkpoint: Checkpoint, accounting: Accounting, numerics: Numerics) -> str | None:

@@ -171,14 +171,15 @@ def preset(
     format: Format | None = None,
     kv_format: KvFormat | None = None,
     wire_format: WireFormat | None = None,
+    matmul_shards: int | None = None,
 ) -> Numerics:
     """The numerics of a preset for a model whose own dtype is `dtype`, its weights kept in `format`.
 
     `kv_format` is of keys and values, `wire_format` of rows on their way to experts; None: `dtype`.
 
     `portable` keeps prefix reuse and preemption by recompute exact. `fast` gives a layout no leaves to split.
-    On the reference backend every leaf of a matmul is one more op call, so its `portable` has one shard; a
-    layout with tensor parallelism asks for more with `with_leaves`.
+    Every leaf of a row-parallel matmul is one more sum, so presets have one; `matmul_shards` asks for as many
+    as a layout with tensor parallelism needs.
 
     Raises: ConfigError for an unknown name, and for a float format that is not `dtype`.
     """
@@ -193,7 +194,7 @@ def preset(
         backend=backend,
         seam_dtype=dtype,
         partial_dtype="float32",
-        matmul_shards=1,
+        matmul_shards=matmul_shards or 1,
         kv_lanes=4 if name == "portable" else 1,
         kv_block=16,
         forms=FormMap(),
