@@ -6,21 +6,30 @@ import json
 from pathlib import Path
 
 from moesaic.errors import ConfigError
+from moesaic.kernels import native
 from moesaic.spec.codec import from_plain
 from moesaic.spec.deployment import Grid, Layout, check_plan
 from moesaic.spec.experts import ExpertPlan
+from moesaic.spec.layout_rules import Dispatcher
 from moesaic.spec.model import ModelSpec
 
 MAX_PLAN_BYTES = 64 * 2**20  # guess: 100 layers of 1,000 slots are 8 MB
 
 
-def data_parallel(num_ranks: int) -> Layout:
-    """Attention on every rank for its own requests, experts spread over all ranks."""
+def data_parallel(num_ranks: int, dispatcher: Dispatcher | None = None) -> Layout:
+    """Attention on every rank for its own requests, experts spread over all ranks.
+
+    `dispatcher` None is the fastest between ranks of one machine: over shared memory, for which native
+    kernels must have been built, else exchange.
+    """
     ranks = tuple(range(num_ranks))
+    if dispatcher is None:
+        fastest: Dispatcher = "exchange" if native.module() is None else "shared_memory"
+        dispatcher = "local" if num_ranks == 1 else fastest
     return Layout(
         attention=Grid(axes={"dp": num_ranks}, ranks=ranks),
         experts=Grid(axes={"ep": num_ranks}, ranks=ranks),
-        dispatcher="local" if num_ranks == 1 else "exchange",
+        dispatcher=dispatcher,
     )
 
 
