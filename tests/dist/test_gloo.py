@@ -15,7 +15,8 @@ from test_same_bits import TOKENS_PER_RANK, make_model, make_plan, make_side, nu
 from torch import Tensor
 
 from moesaic.errors import ConfigError, PeerLost
-from moesaic.parallel.dispatch.exchange import Exchange, Returns
+from moesaic.parallel.dispatch.exchange import Exchange
+from moesaic.parallel.dispatch.message import Returns
 from moesaic.parallel.dispatch.staged import Staged
 from moesaic.parallel.dispatch.two_level import TwoLevel
 from moesaic.parallel.gloo import GlooTransport

@@ -40,8 +40,9 @@ from moesaic.experts.ffn import LoopFfn
 from moesaic.experts.router import Router
 from moesaic.experts.store import ExpertLoader
 from moesaic.kernels.ops import Ops, choose
-from moesaic.parallel.dispatch.exchange import Exchange, Returns
+from moesaic.parallel.dispatch.exchange import Exchange
 from moesaic.parallel.dispatch.local import Local
+from moesaic.parallel.dispatch.message import Returns
 from moesaic.parallel.dispatch.staged import Staged
 from moesaic.parallel.dispatch.two_level import TwoLevel
 from moesaic.parallel.transport import MemoryWires, Transport

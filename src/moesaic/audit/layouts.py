@@ -36,7 +36,8 @@ from moesaic.experts.contract import ExpertBatch, ExpertSide, Routing, Tag, Tick
 from moesaic.kernels.ops import backends
 from moesaic.models.build import Dispatcher, LoadedModel, Share, build, read_spec
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.parallel.dispatch.build import make_dispatcher
+from moesaic.parallel.dispatch.build import lane_sizes, make_dispatcher
+from moesaic.parallel.shared_memory import SharedMemoryTransport, segments_in_one_process
 from moesaic.parallel.transport import MemoryWires, Transport
 from moesaic.spec.experts import ExpertPlan
 from moesaic.spec.model import ModelSpec
@@ -311,12 +312,15 @@ class _Ranks:
     def run(self, cell: Cell) -> Trace:
         """The whole work in one layout."""
         layout = cell.shape.layout(cell.num_micro_batches)
+        layers = self._models[0].spec.moe_layers
         wires = MemoryWires(layout.num_ranks)
-        for rank, seat in enumerate(self._seats):
-            transport: Transport = wires.transport(rank)
-            seat.dispatcher = make_dispatcher(
-                layout, self._models[rank].spec.moe_layers, self._numerics, self._plan, transport
-            )
+        ends: list[Transport] = [wires.transport(rank) for rank in range(layout.num_ranks)]
+        if layout.dispatcher == "shared_memory":
+            sizes = lane_sizes(layout, layers, self._numerics, self._work.num_rows)
+            segments = segments_in_one_process(layout.num_ranks, sizes)
+            ends = [SharedMemoryTransport(segment) for segment in segments]
+        for seat, end in zip(self._seats, ends, strict=True):
+            seat.dispatcher = make_dispatcher(layout, layers, self._numerics, self._plan, end)
         found = run_ranks(self._models, self._work, num_micro_batches=cell.num_micro_batches)
         if wires.boxes:
             raise AssertionError("a message was sent that nobody took")

@@ -119,7 +119,7 @@ class LayoutOptions:
     ] = None
     dispatcher: Annotated[
         str | None,
-        typer.Option(help="How rows travel: local, exchange or two_level [default: exchange on ranks]."),
+        typer.Option(help="local, shared_memory, exchange or two_level [default: the fastest here]."),
     ] = None
     returns: Annotated[
         str | None,

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from moesaic.errors import ConfigError, nearest
 from moesaic.hashing import digest
+from moesaic.kernels import native
 from moesaic.spec.codec import from_plain
 from moesaic.spec.deployment import Deployment, Grid, Layout, check_plan, from_json
 from moesaic.spec.experts import ExpertPlan
@@ -44,7 +45,7 @@ class LayoutWish:
     num_ranks: int | None = None  # None: as many as were started from outside, else one
     placement: str | None = None  # file that says which rank holds which experts; None: equal runs
     deployment: str | None = None  # file with layout, placement and numerics; no other field is stated then
-    dispatcher: Dispatcher | None = None  # None: local for one rank, else exchange
+    dispatcher: Dispatcher | None = None  # None: local, on one host shared_memory, else exchange
     returns: Returns | None = None  # None: choices
     num_micro_batches: int | None = None  # of a step; None: one
     ranks_per_node: int | None = None  # that follow each other; None: as they were started, if that is known
@@ -129,9 +130,10 @@ def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None) -> Arr
             + (f": ask for --ranks-per-node 1 to {num_ranks - 1}" if num_ranks > 1 else "")
             + ", or use exchange"
         )
+    is_one_host = started is None or per_node == num_ranks
     layout = data_parallel(
         num_ranks,
-        dispatcher=wish.dispatcher,
+        dispatcher=wish.dispatcher or (None if is_one_host or num_ranks == 1 else "exchange"),
         returns=wish.returns or "choices",
         num_micro_batches=wish.num_micro_batches or 1,
         ranks_per_node=per_node,
@@ -166,12 +168,19 @@ def data_parallel(
     num_micro_batches: int = 1,
     ranks_per_node: int | None = None,
 ) -> Layout:
-    """Attention on every rank for its own requests, experts spread over all ranks."""
+    """Attention on every rank for its own requests, experts spread over all ranks.
+
+    `dispatcher` None is the fastest between ranks of one machine: over shared memory, for which native
+    kernels must have been built, else exchange.
+    """
     ranks = tuple(range(num_ranks))
+    if dispatcher is None:
+        fastest: Dispatcher = "exchange" if native.module() is None else "shared_memory"
+        dispatcher = "local" if num_ranks == 1 else fastest
     return Layout(
         attention=Grid(axes={"dp": num_ranks}, ranks=ranks),
         experts=Grid(axes={"ep": num_ranks}, ranks=ranks),
-        dispatcher=dispatcher or ("local" if num_ranks == 1 else "exchange"),
+        dispatcher=dispatcher,
         returns=returns,
         num_micro_batches=num_micro_batches,
         ranks_per_node=ranks_per_node,

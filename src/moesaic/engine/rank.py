@@ -36,8 +36,7 @@ from moesaic.kernels.ops import default_backend
 from moesaic.kv.pool import KvPool
 from moesaic.models.build import Dispatcher, LoadedModel, Share, build, read_spec
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.parallel.dispatch.build import make_dispatcher, num_lanes
-from moesaic.parallel.gloo import GlooTransport
+from moesaic.parallel.dispatch.build import connect, make_dispatcher
 from moesaic.parallel.mesh import Identity, Mesh
 from moesaic.sched.step import StepPlan, StepResult
 from moesaic.spec.deployment import Layout
@@ -93,9 +92,10 @@ def plan_of(setup: RankSetup, spec: ModelSpec) -> ExpertPlan:
 
 
 def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
-    """This rank's part of the model, wired to the other ranks.
+    """This rank's part of the model, wired to the other ranks; the wires are made first.
 
-    Raises: what `models.build.build` raises; ConfigError when ranks differ in what they would compute.
+    Raises: what `models.build.build` raises; ConfigError when ranks differ in what they would compute;
+            CapacityError when memory that ranks share does not hold their messages.
     """
     config, layout = setup.config, setup.layout
     checkpoint, spec = Checkpoint.open(config.model), read_spec(config.model)
@@ -108,7 +108,7 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
             backend=numerics.backend,
         )
     )
-    wires = GlooTransport(mesh, num_lanes=num_lanes(layout))
+    wires = connect(layout, mesh, spec.moe_layers, numerics, config.max_tokens_per_step)
     plan = plan_of(setup, spec)
 
     def dispatcher(spec: ModelSpec, numerics: Numerics) -> Dispatcher:

@@ -68,7 +68,7 @@ class Mesh:
             raise ConfigError(f"rank must be in 0 to {num_ranks - 1}, got {rank}")
         prefixed = dist.PrefixStore(f"epoch{epoch}", store)
         mesh = cls(rank=rank, num_ranks=num_ranks, epoch=epoch, store=prefixed)
-        mesh._meet("join", timeout_s)
+        mesh.meet("join", timeout_s)
         dist.init_process_group(
             "gloo", store=prefixed, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
         )
@@ -97,7 +97,7 @@ class Mesh:
     def missing(self, what: str, timeout_s: float = ANSWER_S) -> int | None:
         """After a failure: the lowest rank that does not say in time that it is here; None: all do."""
         try:
-            self._meet(f"after {what}", timeout_s)
+            self.meet(f"after {what}", timeout_s)
         except PeerLost as lost:
             return lost.rank
         except RuntimeError:  # the store itself is gone, and it lives in the controller
@@ -109,7 +109,7 @@ class Mesh:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _meet(self, what: str, timeout_s: float) -> None:
+    def meet(self, what: str, timeout_s: float = START_TIMEOUT_S) -> None:
         """Return when all ranks have called this.
 
         Raises: PeerLost naming the lowest rank that has not within `timeout_s`.

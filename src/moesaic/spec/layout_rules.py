@@ -17,7 +17,6 @@ DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 NOT_BUILT: Mapping[Dispatcher, str] = MappingProxyType(
     {
         "gathered": "attention split over tp ranks is not built, and this dispatcher is for its tokens",
-        "shared_memory": "no transport over shared memory is built",
         "remote": "no rank serves experts alone",
     }
 )

@@ -36,8 +36,9 @@ def values(cell: Cell) -> tuple[object, ...]:
 
 def test_long_is_the_product_of_all_that_is_legal(spec: ModelSpec) -> None:
     matrix = make_matrix(spec, ["float32"], LEVELS, is_long=True)
-    # local on one rank, exchange on one to four, two levels on two to four; and a fused layer where native
-    shapes = {"local": 1, "exchange": len(NUM_RANKS) * len(RETURNS), "two_level": 3 * len(RETURNS)}
+    # local on one rank, exchange and shared memory on one to four, two levels on two to four
+    every = len(NUM_RANKS) * len(RETURNS)
+    shapes = {"local": 1, "exchange": every, "shared_memory": every, "two_level": 3 * len(RETURNS)}
     assert set(shapes) == set(DISPATCHERS) - set(NOT_BUILT)
     for_each = len(MICRO_BATCHES) * len(PLACEMENTS)
     assert len(matrix.cells) == for_each * (len(LEVELS) * sum(shapes.values()) + 1)

@@ -12,5 +12,6 @@ void bind_elementwise(nanobind::class_<Kernels>& kernels);
 void bind_layers(nanobind::class_<Kernels>& kernels);
 void bind_matmul(nanobind::class_<Kernels>& kernels);
 void bind_moe(nanobind::module_& module, nanobind::class_<Kernels>& kernels);
+void bind_wire(nanobind::module_& module);
 
 }  // namespace moesaic

@@ -1,4 +1,4 @@
-"""The dispatcher that a layout names, on one rank."""
+"""The dispatcher that a layout names, on one rank, and the wires that it needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from moesaic.errors import ConfigError
 from moesaic.parallel.dispatch.exchange import Exchange
 from moesaic.parallel.dispatch.local import Local
+from moesaic.parallel.dispatch.message import largest_messages
 from moesaic.parallel.dispatch.two_level import TwoLevel
+from moesaic.parallel.gloo import GlooTransport
+from moesaic.parallel.mesh import Mesh
+from moesaic.parallel.segment import LaneSize, Segment, SegmentShape
+from moesaic.parallel.shared_memory import SharedMemoryTransport
 from moesaic.parallel.transport import Transport
 from moesaic.placement.choice import ReplicaChoice
 from moesaic.spec.deployment import Layout
@@ -21,6 +26,38 @@ def num_lanes(layout: Layout) -> int:
     """Lanes of the transport that its dispatcher uses."""
     kind = TwoLevel if layout.dispatcher == "two_level" else Exchange
     return kind.LANES * layout.num_micro_batches
+
+
+def connect(
+    layout: Layout,
+    mesh: Mesh,
+    moe_layers: Sequence[tuple[int, MoeSpec]],
+    numerics: Numerics,
+    max_tokens: int,
+) -> Transport:
+    """The wires of one rank; all ranks of the mesh call this at once.
+
+    Units:   `max_tokens` is the largest batch of a rank.
+    Raises:  as `Segment.join` for a dispatcher over shared memory.
+    """
+    if layout.dispatcher != "shared_memory":
+        return GlooTransport(mesh, num_lanes=num_lanes(layout))
+    shape = SegmentShape(
+        num_ranks=mesh.num_ranks, lanes=tuple(lane_sizes(layout, moe_layers, numerics, max_tokens))
+    )
+    return SharedMemoryTransport(Segment.join(mesh, shape))
+
+
+def lane_sizes(
+    layout: Layout, moe_layers: Sequence[tuple[int, MoeSpec]], numerics: Numerics, max_tokens: int
+) -> list[LaneSize]:
+    """What the lanes of a layout over shared memory hold: layers share them, micro-batches do not.
+
+    A request is never split, so a micro-batch may have all tokens of a step.
+    """
+    largest = [largest_messages(spec, numerics, layout.returns, max_tokens) for _, spec in moe_layers]
+    send, collect = (LaneSize(message_bytes=max(sizes)) for sizes in zip(*largest, strict=True))
+    return [send, collect] * layout.num_micro_batches
 
 
 def make_dispatcher(
@@ -38,7 +75,7 @@ def make_dispatcher(
     """
     if layout.dispatcher == "local":
         return Local(moe_layers, numerics, plan)
-    if layout.dispatcher == "exchange":
+    if layout.dispatcher in ("exchange", "shared_memory"):
         return Exchange(
             moe_layers, numerics, plan, transport, returns=layout.returns, replica_choice=replica_choice
         )

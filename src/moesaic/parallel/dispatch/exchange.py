@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.wire import from_bytes, round_to_wire, to_bytes
 from moesaic.parallel.dispatch.message import (
     Jobs,
+    Returns,
     Sorted,
     open_jobs,
     open_message,
@@ -42,8 +43,6 @@ from moesaic.spec.experts import ExpertPlan, IntArray
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import Numerics, wire_row_bytes
 from moesaic.steps import Wait
-
-Returns = Literal["choices", "subtrees"]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

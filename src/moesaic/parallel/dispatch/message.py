@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +19,10 @@ from torch import Tensor
 from moesaic.errors import ConfigError
 from moesaic.experts.contract import Tag
 from moesaic.parallel.tree import Subtrees
+from moesaic.spec.model import MoeSpec
+from moesaic.spec.numerics import DTYPE_BYTES, Numerics
 
+Returns = Literal["choices", "subtrees"]
 HEAD = 8  # int32 in front of every message: the tag's six, then counts
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
@@ -98,6 +102,25 @@ def open_jobs(message: Tensor, tag: Tag, *, row_bytes: int) -> Jobs:
         weight_J=body[ends[0] : ends[1]].view(torch.float32),
         rows_RB=body[ends[1] :].view(num_rows, row_bytes),
     )
+
+
+def largest_messages(spec: MoeSpec, numerics: Numerics, returns: Returns, num_tokens: int) -> tuple[int, int]:
+    """Bytes of the largest message of a send and of a collect, between two ranks.
+
+    All rows of a rank go to one other, with all their choices; of subtrees come back those that have no
+    sibling there, at most every second choice of a token.
+
+    Units:   `num_tokens` is the largest batch of a rank.
+    """
+    choices = num_tokens * spec.experts_per_token
+    sent = num_tokens * spec.row_width * DTYPE_BYTES[numerics.wire_format] + 16 * choices
+    if numerics.combine == "tree" and returns == "choices":
+        back = choices * spec.row_width * DTYPE_BYTES[numerics.seam_dtype]
+    else:
+        partial = spec.row_width * DTYPE_BYTES[numerics.partial_dtype]
+        is_tree = numerics.combine == "tree"
+        back = num_tokens * (-(-spec.experts_per_token // 2) * (12 + partial) if is_tree else partial)
+    return 4 * HEAD + sent, 4 * HEAD + back
 
 
 def pack_roots(tag: Tag, roots: Subtrees) -> Tensor:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from moesaic.errors import ConfigError
 from moesaic.experts.contract import Tag
-from moesaic.parallel.dispatch.exchange import Exchange, Returns
+from moesaic.parallel.dispatch.exchange import Exchange
 from moesaic.parallel.dispatch.message import (
     Jobs,
+    Returns,
     Sorted,
     addressed,
     bundle,
