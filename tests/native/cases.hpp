@@ -93,7 +93,8 @@ inline Weight float_weight(Random& random, int64_t columns, int64_t width, int64
   return weight;
 }
 
-// Random bytes, but for scales, which are numbers of float16 that are neither tiny nor infinite.
+// Random bytes, but for scales, which are numbers of float16 that are neither tiny nor infinite, and zero points, which
+// are numbers of the weights.
 inline Weight packed_weight(Random& random, int64_t columns, int64_t width, int64_t shards, int64_t bits,
                             int64_t group, int64_t sections) {
   Weight weight{Matrix::of_panels(nullptr, columns, width, shards, bits, group, sections, bits == 4 && random.flag()),
@@ -106,6 +107,7 @@ inline Weight packed_weight(Random& random, int64_t columns, int64_t width, int6
       const uint16_t scale = static_cast<uint16_t>(random.within(0, 1) << 15 | random.within(2, 8) << 10 |
                                                    random.within(0, 1023));
       std::memcpy(&weight.data[static_cast<size_t>(at + 2 * i)], &scale, sizeof scale);
+      if (matrix.has_zeros) weight.data[static_cast<size_t>(at + 2 * kPanelRows + i)] &= 15;
     }
   weight.matrix.data = weight.data.data();
   return weight;

@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "matrix.hpp"
+
 namespace moesaic {
 namespace {
 
@@ -23,6 +25,13 @@ inline uint16_t narrow(float value) {
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
+
+// Two sums of 16 bits in one word, as rows that meet packed weights have them.
+inline int32_t join_halves(int32_t low, int32_t high) {
+  return static_cast<int32_t>(static_cast<uint32_t>(high) << 16 | (static_cast<uint32_t>(low) & 0xffffu));
+}
+
+inline int32_t add_halves(int32_t halves) { return static_cast<int16_t>(halves & 0xffff) + (halves >> 16); }
 
 // float16, exactly.
 inline float widen_half(uint16_t bits) {

@@ -4,8 +4,9 @@
 //
 //   float weights     float32, leaf by leaf, each padded with zeros to whole steps of the level; rows that meet
 //                     bfloat16 are rounded to it, and stand as (even, odd) vectors
-//   packed weights    bytes, then a scale for each block of 32, then 8 times the sum of each block's bytes: what
-//                     numbers of 4 bits are too large by where they have no zero points
+//   packed weights    bytes, then a scale for each block of 32, then less 8 times the sum of each block's bytes: what
+//                     numbers of 4 bits start from where they have no zero points, as two halves of 16 bits, of the
+//                     first two and of the last two of each four bytes
 #pragma once
 
 #include <cstddef>

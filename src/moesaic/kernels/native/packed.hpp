@@ -8,7 +8,7 @@
 //
 // A weight is panels of 16 rows, each one stream of bytes, group by group of the weight's own size:
 //
-//   16 scales, float16 | 16 zero points, a byte each, where there are any | blocks of 32 numbers by 16 rows
+//   16 scales, float16 | 16 zero points of 0 to 15, a byte each, if any | blocks of 32 numbers by 16 rows
 //
 // A block holds 64 bytes at a time: [half of the panel][8 rows][4 bytes]. Of 8 bits, chunk c has the numbers
 // 4c .. 4c + 3. Of 4 bits, byte i of pair j has number 8j + i in its low half and 8j + 4 + i in its high half, as
