@@ -119,7 +119,7 @@ class Segment:
             os.close(descriptor)
 
 
-def compiled_wires() -> object:
+def compiled_wires() -> Any:
     """The native module.
 
     Raises: KernelUnavailable where there is none, and where the system is not Linux.

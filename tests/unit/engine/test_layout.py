@@ -46,7 +46,7 @@ def test_what_is_not_stated_follows_from_the_number_of_ranks() -> None:
     )
     found = arrange(LayoutWish(num_ranks=4, returns="subtrees", num_micro_batches=2), SPEC)
     assert describe_layout(found.layout) == (
-        "attention dp 4, experts ep 4, exchange, returns subtrees, 2 micro-batches"
+        "attention dp 4, experts ep 4, shared_memory, returns subtrees, 2 micro-batches"
     )
     assert found.plan is None
     assert found.numerics is None
