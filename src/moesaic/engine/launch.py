@@ -20,6 +20,7 @@ from moesaic.engine.worker import Worker
 from moesaic.hashing import digest
 from moesaic.kernels import huge_pages, native
 from moesaic.kernels.invariance import InvarianceProof
+from moesaic.kernels.ops import default_backend
 from moesaic.kv.pool import KvPool
 from moesaic.log import get_logger
 from moesaic.models.build import LoadedModel, load, model_digest, read_spec
@@ -115,7 +116,9 @@ def assemble(
 
 def _start_on_ranks(config: EngineConfig, tokenizer_digest: str, grammars: Grammars | None) -> Engine:
     """An engine whose model lies in several processes of this machine, each with requests of its own."""
-    machine, layout = read_machine(), data_parallel(config.num_ranks)
+    machine = read_machine()
+    is_native = (config.backend or default_backend()).startswith("native/")
+    layout = data_parallel(config.num_ranks, is_native=is_native)
     spec = read_spec(config.model)
     check_layout(layout, spec)
     plan = None if config.placement is None else read_plan(config.placement, config.num_ranks, spec)
@@ -243,6 +246,7 @@ def describe(model: ModelFacts, config: ResolvedConfig, notes: list[str]) -> dic
             "attention": {axis: model.layout.attention.size(axis) for axis in ATTENTION_AXES},
             "experts": {axis: model.layout.experts.size(axis) for axis in EXPERT_AXES},
             "dispatcher": model.layout.dispatcher,
+            "is_fused": model.layout.is_fused,
             "returns": model.layout.returns,
             "num_ranks": model.layout.num_ranks,
         },

@@ -10,17 +10,17 @@ from moesaic.kernels import native
 from moesaic.spec.codec import from_plain
 from moesaic.spec.deployment import Grid, Layout, check_plan
 from moesaic.spec.experts import ExpertPlan
-from moesaic.spec.layout_rules import Dispatcher
+from moesaic.spec.layout_rules import FUSED, Dispatcher
 from moesaic.spec.model import ModelSpec
 
 MAX_PLAN_BYTES = 64 * 2**20  # guess: 100 layers of 1,000 slots are 8 MB
 
 
-def data_parallel(num_ranks: int, dispatcher: Dispatcher | None = None) -> Layout:
+def data_parallel(num_ranks: int, dispatcher: Dispatcher | None = None, *, is_native: bool = False) -> Layout:
     """Attention on every rank for its own requests, experts spread over all ranks.
 
     `dispatcher` None is the fastest between ranks of one machine: over shared memory, for which native
-    kernels must have been built, else exchange.
+    kernels must have been built, else exchange. Layers are fused where it can and the backend is native.
     """
     ranks = tuple(range(num_ranks))
     if dispatcher is None:
@@ -30,6 +30,7 @@ def data_parallel(num_ranks: int, dispatcher: Dispatcher | None = None) -> Layou
         attention=Grid(axes={"dp": num_ranks}, ranks=ranks),
         experts=Grid(axes={"ep": num_ranks}, ranks=ranks),
         dispatcher=dispatcher,
+        is_fused=is_native and dispatcher in FUSED,
     )
 
 
@@ -89,4 +90,4 @@ def describe_layout(layout: Layout) -> str:
     for name, grid in (("attention", layout.attention), ("experts", layout.experts)):
         axes = " ".join(f"{axis} {size}" for axis, size in grid.axes.items() if size > 1) or "on one rank"
         parts.append(f"{name} {axes}")
-    return ", ".join([*parts, layout.dispatcher])
+    return ", ".join([*parts, layout.dispatcher + (" fused" if layout.is_fused else "")])
