@@ -246,7 +246,9 @@ MoeRanks::Pick MoeRanks::next() {
   Group* free = nullptr;
   bool is_filling = false;
   for (Group& group : groups_) {
-    if (group.state == State::kOpen && group.next_task < group.num_tasks)
+    // Nobody waits for hidden rows that another thread still computes: there may be another slot to open.
+    const bool has_task = group.state == State::kOpen && group.next_task < group.num_tasks;
+    if (has_task && (group.next_task < group.num_inner || group.inner_left.load() == 0))
       return {Kind::kTask, &group, group.next_task++, 0};
     if (group.state == State::kFree) free = &group;
     is_filling |= group.state == State::kFilling;
@@ -356,11 +358,9 @@ void MoeRanks::run_task(Group& group, int64_t task) {
   if (task < group.num_inner) {
     const int64_t first = task * group.inner_tile;
     kernels_.table->moe_inner(group.call, 0, first, std::min(first + group.inner_tile, layer.inner_width));
-    group.inner_left.fetch_sub(1);
+    if (group.inner_left.fetch_sub(1) == 1 && kernels_.team.num_threads() > 1) wire_.ring(wire_.rank);
     return;
   }
-  Patience patience;  // with those who took the tasks before
-  while (group.inner_left.load() > 0) patience.wait(Clock::time_point::max());
   const int64_t first = (task - group.num_inner) * group.down_tile;
   kernels_.table->moe_down(group.call, 0, first, std::min(first + group.down_tile, layer.width));
   if (group.down_left.fetch_sub(1) == 1) finish(group);
