@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moesaic.spec.experts import ExpertPlan
-from moesaic.steps import Steps, Wait
+from moesaic.steps import IDLE_ROUNDS, Steps, Wait
 
 T = TypeVar("T")
 
@@ -46,7 +46,12 @@ def drive_shuffled(steps: Sequence[Steps[T]], seed: int) -> list[T]:
     results: dict[int, T] = {}
     waits: dict[int, Wait] = {}
     while len(results) < len(steps):
-        movable = [i for i in range(len(steps)) if i not in results and (i not in waits or waits[i].ready())]
+        for _ in range(1 + IDLE_ROUNDS):
+            movable = [
+                i for i in range(len(steps)) if i not in results and (i not in waits or waits[i].ready())
+            ]
+            if movable:
+                break
         assert movable, f"deadlock: {sorted(set(range(len(steps))) - set(results))} wait and none can move"
         i = rng.choice(movable)
         try:

@@ -43,6 +43,10 @@ class Done:
 
 DONE = Done()
 
+IDLE_ROUNDS = 3
+"""In which no generator moves and there is no deadlock: waits that are looked at may bring each other on, as
+ranks do that send, compute for others, and combine what returned."""
+
 
 def drive(steps: Sequence[Steps[T]], timeout_s: float) -> list[T]:
     """Run generators to their ends, taking turns in strict order so that collectives match on all ranks.
@@ -75,6 +79,7 @@ def drive_ready(steps: Sequence[Steps[T]], max_turns: int = 1_000_000) -> list[T
     """
     results: dict[int, T] = {}
     waits: dict[int, Wait] = {}
+    num_idle = 0
     for _ in range(max_turns):
         has_moved = False
         for i, step in enumerate(steps):
@@ -87,7 +92,8 @@ def drive_ready(steps: Sequence[Steps[T]], max_turns: int = 1_000_000) -> list[T
                 results[i] = end.value
         if len(results) == len(steps):
             return [results[i] for i in range(len(steps))]
-        if not has_moved:
+        num_idle = 0 if has_moved else num_idle + 1
+        if num_idle > IDLE_ROUNDS:
             stuck = [i for i in range(len(steps)) if i not in results]
             raise RuntimeError(f"deadlock: steps {stuck} wait and none can move")
     raise RuntimeError(f"steps did not finish within {max_turns} turns")

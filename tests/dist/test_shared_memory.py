@@ -119,7 +119,7 @@ def test_a_row_that_is_changed_on_its_way_is_noticed() -> None:
     steps = [one for (one,) in rank_steps(model, world, TOKENS_PER_RANK[2])]
     waits = [next(step) for step in steps]
     assert all(wait.ready() for wait in waits)
-    memory = world.sides[0].transport._segment.memory  # type: ignore[attr-defined]
+    memory = world.sides[0].transport.segment.memory  # type: ignore[attr-defined]
     place = int((memory.view(torch.int32) == model.x_TD[0, 0].view(torch.int32)).nonzero()[0])
     memory.view(torch.int32)[place] ^= 1
     assert num_different(torch.cat(drive_ready(steps)), on_one_rank(model)) > 0
@@ -196,12 +196,13 @@ def test_inboxes_are_as_large_as_the_largest_message_and_no_larger(dtype: DType,
 
 def test_a_segment_is_as_large_as_its_parts_and_lanes_do_not_overlap() -> None:
     shape = SegmentShape(
-        num_ranks=3, lanes=(LaneSize(message_bytes=65), LaneSize(message_bytes=0, return_bytes=1))
+        num_ranks=3,
+        lanes=(LaneSize(message_bytes=65), LaneSize(message_bytes=0, num_results=1, result_bytes=1)),
     )
     inbox = 64 + 128  # its head, and two lines for 65 bytes
     first = 3 * 64 + 6 * (64 + 2 * inbox)
-    assert shape.places() == [(3 * 64, 128, 0), (first, 0, 64)]
-    assert shape.num_bytes == first + 6 * (64 + 2 * 64) + 3 * 64
+    assert shape.places() == [(3 * 64, 128, 0), (first, 0, 128)]
+    assert shape.num_bytes == first + 6 * (64 + 2 * 64) + 3 * 128
 
 
 def test_too_little_shared_memory_is_said_with_its_numbers() -> None:

@@ -18,7 +18,7 @@ from moesaic.engine.layout import check_layout
 from moesaic.errors import ConfigError
 from moesaic.spec.deployment import Grid, Layout
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
-from moesaic.spec.layout_rules import DISPATCHERS, Dispatcher, LayoutCell, refusals
+from moesaic.spec.layout_rules import DISPATCHERS, FUSED_RETURNS, Dispatcher, LayoutCell, refusals
 from moesaic.spec.model import ModelSpec
 
 Returns = Literal["choices", "subtrees"]
@@ -28,6 +28,7 @@ PLACEMENTS: tuple[Placement, ...] = ("contiguous", "random", "replicated")
 NUM_RANKS = (1, 2, 3, 4)
 MICRO_BATCHES = (1, 2)
 REPLICATED_SHARE = 0.5  # of the experts get a second copy
+NO_SHARED_MEMORY = "ranks share memory by native kernels, which are not built in this installation"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,12 +100,24 @@ class Matrix:
         return len(self.cells) + len(self.refused)
 
 
-def make_matrix(spec: ModelSpec, dtypes: Sequence[str], backends: Sequence[str], *, is_long: bool) -> Matrix:
-    """All cells of a model, or a set of them in which every two values of any two axes meet."""
+def make_matrix(
+    spec: ModelSpec,
+    dtypes: Sequence[str],
+    backends: Sequence[str],
+    *,
+    is_long: bool,
+    has_shared_memory: bool = True,
+) -> Matrix:
+    """All cells of a model, or a set of them in which every two values of any two axes meet.
+
+    Ranks share memory where native kernels are built, whatever they compute with.
+    """
     legal: list[tuple[str, Shape]] = []
     refused: dict[str, str] = {}
     for backend, shape in product(backends, _shapes()):
         why = _refusal(shape, backend, spec)
+        if shape.dispatcher == "shared_memory" and not has_shared_memory:
+            why = Refused(name="shared_memory", reason=NO_SHARED_MEMORY)
         if why is None:
             legal.append((backend, shape))
         else:
@@ -149,6 +162,8 @@ def _refusal(shape: Shape, backend: str, spec: ModelSpec) -> Refused | None:
         return Refused(name=count_ranks(shape.num_ranks), reason=str(error))
     if shape.dispatcher == "local" and shape.returns != "choices":
         return Refused(name=f"local, {shape.returns}", reason="nothing is returned where nothing is sent")
+    if shape.is_fused and shape.returns != "choices":
+        return Refused(name=f"{shape.dispatcher} fused, {shape.returns}", reason=FUSED_RETURNS)
     return None
 
 
@@ -157,9 +172,10 @@ def count_ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _group(cell: Cell, backends: Sequence[str]) -> tuple[int, int, int, bool]:
+def _group(cell: Cell, backends: Sequence[str]) -> tuple[int, int, int, str]:
     shape = cell.shape
-    return backends.index(cell.backend), PLACEMENTS.index(cell.placement), shape.num_ranks, shape.is_fused
+    fused = shape.dispatcher if shape.is_fused else ""
+    return backends.index(cell.backend), PLACEMENTS.index(cell.placement), shape.num_ranks, fused
 
 
 def _covering(cells: Sequence[Cell]) -> list[Cell]:

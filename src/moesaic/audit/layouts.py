@@ -19,6 +19,7 @@ import torch
 
 from moesaic.account.params import count_params
 from moesaic.audit.layout_cells import (
+    MICRO_BATCHES,
     NUM_RANKS,
     REPLICATED_SHARE,
     Cell,
@@ -33,14 +34,17 @@ from moesaic.engine.config import EngineConfig
 from moesaic.engine.machine import read_machine
 from moesaic.errors import ConfigError, HostMemoryShort
 from moesaic.experts.contract import ExpertBatch, ExpertSide, Routing, Tag, Ticket, TokenSide
+from moesaic.kernels import native
 from moesaic.kernels.ops import backends
 from moesaic.models.build import Dispatcher, LoadedModel, Share, build, read_spec
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.parallel.dispatch.build import lane_sizes, make_dispatcher
+from moesaic.parallel.dispatch.fused_ranks import FusedRanks
 from moesaic.parallel.shared_memory import SharedMemoryTransport, segments_in_one_process
 from moesaic.parallel.transport import MemoryWires, Transport
+from moesaic.spec.deployment import Layout
 from moesaic.spec.experts import ExpertPlan
-from moesaic.spec.model import ModelSpec
+from moesaic.spec.model import ModelSpec, MoeSpec
 from moesaic.spec.numerics import DTYPE_BYTES, DType, Numerics
 from moesaic.steps import Wait
 
@@ -133,7 +137,7 @@ def verify_layouts(
         raise ConfigError(f"{wishes.model} has no routed experts, so there is one layout: nothing to compare")
     dtypes, notes = _dtypes(spec, wishes)
     levels = backends() if wishes.backend is None else (wishes.backend,)
-    matrix = make_matrix(spec, dtypes, levels, is_long=is_long)
+    matrix = make_matrix(spec, dtypes, levels, is_long=is_long, has_shared_memory=native.module() is not None)
     stage = _Stage(wishes, spec, make_work(spec))
     results: list[LayoutResult] = []
     for (dtype, backend), of_numerics in groupby(matrix.cells, lambda cell: (cell.dtype, cell.backend)):
@@ -200,11 +204,13 @@ def _dtypes(spec: ModelSpec, wishes: EngineConfig) -> tuple[list[str], list[str]
 
 def _company(cell: Cell) -> tuple[Any, Shape]:
     """What cells have in common that run on the same loaded ranks."""
+    if cell.shape.is_fused:
+        return cell.placement, cell.shape
     return cell.placement, Shape(
         dispatcher="local" if cell.shape.num_ranks == 1 else "exchange",
         num_ranks=cell.shape.num_ranks,
         returns="choices",
-        is_fused=cell.shape.is_fused,
+        is_fused=False,
     )
 
 
@@ -269,13 +275,16 @@ class _Stage:
     def ranks(self, numerics: Numerics, plan: ExpertPlan, shape: Shape) -> Iterator[_Ranks]:
         """Ranks with their shares of the model, in memory within the block."""
         seats = [_Seat() for _ in range(shape.num_ranks)]
+        layout, layers = shape.layout(max(MICRO_BATCHES)), self.spec.moe_layers
+        ends = _wires(layout, layers, numerics, self.work)[0] if shape.is_fused else []
         models = []
         for rank, seat in enumerate(seats):
 
-            def dispatcher(spec: ModelSpec, numerics: Numerics, seat: _Seat = seat) -> Dispatcher:
-                if shape.is_fused:
-                    wires = MemoryWires(1).transport(0)
-                    return make_dispatcher(shape.layout(), spec.moe_layers, numerics, plan, wires)
+            def dispatcher(
+                spec: ModelSpec, numerics: Numerics, rank: int = rank, seat: _Seat = seat
+            ) -> Dispatcher | FusedRanks:
+                if shape.is_fused:  # its layers are the dispatcher
+                    return make_dispatcher(layout, spec.moe_layers, numerics, plan, ends[rank])
                 return seat
 
             models.append(self._build(numerics, Share(rank=rank, plan=plan, dispatcher=dispatcher)))
@@ -290,6 +299,17 @@ class _Stage:
             available_bytes=self._available_bytes,
             share=share,
         )
+
+
+def _wires(
+    layout: Layout, layers: Sequence[tuple[int, MoeSpec]], numerics: Numerics, work: Work
+) -> tuple[list[Transport], MemoryWires]:
+    """One end a rank, and the wires in this process that are no shared memory."""
+    wires = MemoryWires(layout.num_ranks)
+    if layout.dispatcher != "shared_memory":
+        return [wires.transport(rank) for rank in range(layout.num_ranks)], wires
+    sizes = lane_sizes(layout, layers, numerics, work.num_rows)
+    return [SharedMemoryTransport(end) for end in segments_in_one_process(layout.num_ranks, sizes)], wires
 
 
 class _Ranks:
@@ -313,18 +333,16 @@ class _Ranks:
         """The whole work in one layout."""
         layout = cell.shape.layout(cell.num_micro_batches)
         layers = self._models[0].spec.moe_layers
-        wires = MemoryWires(layout.num_ranks)
-        ends: list[Transport] = [wires.transport(rank) for rank in range(layout.num_ranks)]
-        if layout.dispatcher == "shared_memory":
-            sizes = lane_sizes(layout, layers, self._numerics, self._work.num_rows)
-            segments = segments_in_one_process(layout.num_ranks, sizes)
-            ends = [SharedMemoryTransport(segment) for segment in segments]
+        ends, wires = _wires(layout, layers, self._numerics, self._work)
         for seat, end in zip(self._seats, ends, strict=True):
-            seat.dispatcher = make_dispatcher(layout, layers, self._numerics, self._plan, end)
-        found = run_ranks(self._models, self._work, num_micro_batches=cell.num_micro_batches)
+            if not layout.is_fused:
+                found = make_dispatcher(layout, layers, self._numerics, self._plan, end)
+                assert not isinstance(found, FusedRanks), "the layout is not fused"
+                seat.dispatcher = found
+        trace = run_ranks(self._models, self._work, num_micro_batches=cell.num_micro_batches)
         if wires.boxes:
             raise AssertionError("a message was sent that nobody took")
-        return found
+        return trace
 
 
 class _Seat(TokenSide, ExpertSide):

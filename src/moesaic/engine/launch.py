@@ -79,7 +79,8 @@ def start_engine(
     """
     config = config.with_environment(read_environment())
     spec = read_spec(config.model)
-    arranged = arrange(config.layout, spec)
+    is_native = (config.backend or default_backend()).startswith("native/")
+    arranged = arrange(config.layout, spec, is_native=is_native)
     if arranged.layout.num_ranks > 1:
         return _start_on_ranks(config, spec, arranged, tokenizer_digest, grammars).start()
     machine = read_machine()
@@ -258,6 +259,7 @@ def describe(model: ModelFacts, config: ResolvedConfig, notes: list[str]) -> dic
             "attention": {axis: model.layout.attention.size(axis) for axis in ATTENTION_AXES},
             "experts": {axis: model.layout.experts.size(axis) for axis in EXPERT_AXES},
             "dispatcher": model.layout.dispatcher,
+            "is_fused": model.layout.is_fused,
             "returns": model.layout.returns,
             "num_ranks": model.layout.num_ranks,
             "num_micro_batches": model.layout.num_micro_batches,

@@ -17,7 +17,7 @@ from moesaic.kernels import native
 from moesaic.spec.codec import from_plain
 from moesaic.spec.deployment import Deployment, Grid, Layout, check_plan, from_json
 from moesaic.spec.experts import ExpertPlan
-from moesaic.spec.layout_rules import DISPATCHERS, NOT_BUILT, Dispatcher, refusals
+from moesaic.spec.layout_rules import DISPATCHERS, FUSED, NOT_BUILT, Dispatcher, refusals
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
 
@@ -89,13 +89,19 @@ class Started:
     ranks_per_node: int | None  # None: not alike on all nodes, or not said
 
 
-def arrange(wish: LayoutWish, spec: ModelSpec, started: Started | None = None) -> Arrangement:
-    """What the wishes come to for a model.
+def arrange(
+    wish: LayoutWish, spec: ModelSpec, started: Started | None = None, *, is_native: bool = False
+) -> Arrangement:
+    """What the wishes come to for a model, on native kernels or others.
 
     Raises: ConfigError for a file that is none, for wishes that contradict each other, the model or the ranks
             that were started, and for layouts that this engine does not run; with the nearest that it does.
     """
-    found = _by_flags(wish, spec, started) if wish.deployment is None else _by_file(wish.deployment, spec)
+    found = (
+        _by_flags(wish, spec, started, is_native)
+        if wish.deployment is None
+        else _by_file(wish.deployment, spec)
+    )
     if started is not None and found.layout.num_ranks != started.num_ranks:
         asked = "--ranks" if wish.deployment is None else f"deployment {wish.deployment}"
         raise ConfigError(
@@ -107,7 +113,7 @@ def arrange(wish: LayoutWish, spec: ModelSpec, started: Started | None = None) -
     return found
 
 
-def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None) -> Arrangement:
+def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None, is_native: bool) -> Arrangement:
     num_ranks = wish.num_ranks or (1 if started is None else started.num_ranks)
     if num_ranks == 1:
         for name in ("placement", "dispatcher", "returns", "ranks_per_node"):
@@ -137,6 +143,7 @@ def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None) -> Arr
         returns=wish.returns or "choices",
         num_micro_batches=wish.num_micro_batches or 1,
         ranks_per_node=per_node,
+        is_native=is_native,
     )
     plan = None if wish.placement is None else read_plan(wish.placement, num_ranks, spec)
     return Arrangement(layout=layout, plan=plan)
@@ -167,11 +174,12 @@ def data_parallel(
     returns: Returns = "choices",
     num_micro_batches: int = 1,
     ranks_per_node: int | None = None,
+    is_native: bool = False,
 ) -> Layout:
     """Attention on every rank for its own requests, experts spread over all ranks.
 
     `dispatcher` None is the fastest between ranks of one machine: over shared memory, for which native
-    kernels must have been built, else exchange.
+    kernels must have been built, else exchange. Layers are fused where it can and the backend is native.
     """
     ranks = tuple(range(num_ranks))
     if dispatcher is None:
@@ -184,6 +192,7 @@ def data_parallel(
         returns=returns,
         num_micro_batches=num_micro_batches,
         ranks_per_node=ranks_per_node,
+        is_fused=is_native and dispatcher in FUSED and returns == "choices",
     )
 
 
@@ -281,7 +290,7 @@ def describe_layout(layout: Layout) -> str:
     for name, grid in (("attention", layout.attention), ("experts", layout.experts)):
         axes = " ".join(f"{axis} {size}" for axis, size in grid.axes.items() if size > 1) or "on one rank"
         parts.append(f"{name} {axes}")
-    parts.append(layout.dispatcher)
+    parts.append(layout.dispatcher + (" fused" if layout.is_fused else ""))
     if layout.returns != "choices":
         parts.append(f"returns {layout.returns}")
     if layout.num_micro_batches > 1:

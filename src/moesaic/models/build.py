@@ -46,6 +46,7 @@ from moesaic.models.weights import (
     weight_bytes_of,
 )
 from moesaic.parallel.dispatch.fused import Fused
+from moesaic.parallel.dispatch.fused_ranks import FusedRanks
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
 from moesaic.spec.experts import ExpertPlan
@@ -82,7 +83,7 @@ class Share:
 
     rank: int
     plan: ExpertPlan
-    dispatcher: Callable[[ModelSpec, Numerics], Dispatcher]
+    dispatcher: Callable[[ModelSpec, Numerics], Dispatcher | FusedRanks]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -209,7 +210,7 @@ def build(
         )
     weights = read_weights(checkpoint, spec, numerics, accounting, experts, progress)
     if share is None:
-        dispatcher: Dispatcher = Local(spec.moe_layers, numerics)
+        dispatcher: Dispatcher | FusedRanks = Local(spec.moe_layers, numerics)
     else:
         dispatcher = share.dispatcher(spec, numerics)
     decoding = decoding_note(checkpoint, accounting, numerics)
@@ -251,7 +252,7 @@ def _head_widths(mixer: GqaSpec | MlaSpec) -> tuple[int, int]:
     return mixer.head_dim, mixer.head_dim
 
 
-def _decoder(spec: ModelSpec, weights: Weights, ops: Ops, dispatcher: Dispatcher) -> Decoder:
+def _decoder(spec: ModelSpec, weights: Weights, ops: Ops, dispatcher: Dispatcher | FusedRanks) -> Decoder:
     parts = _Parts(spec, weights, ops, dispatcher)
     return Decoder(
         embedding_VD=weights.model["embedding"],
@@ -271,7 +272,9 @@ def _decoder(spec: ModelSpec, weights: Weights, ops: Ops, dispatcher: Dispatcher
 class _Parts:
     """Makes the layers of one model; what layers share (rope tables, the dispatcher) is made once."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, ops: Ops, dispatcher: Dispatcher | FusedRanks
+    ) -> None:
         self.spec = spec
         self.weights = weights
         self.ops = ops
@@ -349,7 +352,12 @@ class _Parts:
         )
 
     def routed(self, layer_idx: int, ffn: MoeSpec, store: ResidentStore) -> RoutedExperts:
-        """In one call where all experts are here and kernels can; else one by one, with the same bits."""
+        """In one call where the layout says so, or all experts are here and kernels can; else one by one.
+
+        The bits are the same.
+        """
+        if isinstance(self.dispatcher, FusedRanks):
+            return self.dispatcher.layer(layer_idx, ffn, store, self.ops)
         if isinstance(self.ops, NativeOps) and isinstance(self.dispatcher, Local):
             return Fused(layer_idx, ffn, store, self.ops)
         return Staged(tokens=self.dispatcher, experts=self.dispatcher, ffn=LoopFfn(ffn, store, self.ops))

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,10 +37,19 @@ _NAME = "name of the shared memory"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneSize:
-    """What a lane must hold: the largest message of a rank to another, and all results that return to one."""
+    """What a lane must hold: the largest message of a rank to another, and results that others write for one.
+
+    There is a flag of 8 bytes for each result.
+    """
 
     message_bytes: int
-    return_bytes: int = 0
+    num_results: int = 0
+    result_bytes: int = 0  # of all
+
+    @property
+    def return_bytes(self) -> int:
+        """Flags, then results, each in whole lines."""
+        return _whole_lines(8 * self.num_results) + _whole_lines(self.result_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +66,7 @@ class SegmentShape:
         """(start, bytes of an inbox, bytes of returns) of each lane, in whole lines."""
         places, end = [], self.num_ranks * LINE
         for lane in self.lanes:
-            inbox, back = _whole_lines(lane.message_bytes), _whole_lines(lane.return_bytes)
+            inbox, back = _whole_lines(lane.message_bytes), lane.return_bytes
             places.append((end, inbox, back))
             num_pairs = self.num_ranks * (self.num_ranks - 1)
             end += num_pairs * (LINE + DEPTH * (LINE + inbox)) + self.num_ranks * back
@@ -68,7 +78,7 @@ class SegmentShape:
         bells = self.num_ranks * LINE
         return bells + sum(
             self.num_ranks * (self.num_ranks - 1) * (LINE + DEPTH * (LINE + _whole_lines(lane.message_bytes)))
-            + self.num_ranks * _whole_lines(lane.return_bytes)
+            + self.num_ranks * lane.return_bytes
             for lane in self.lanes
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -25,8 +26,8 @@ class SharedMemoryTransport(Transport):
         self.rank = segment.rank
         self.num_ranks = segment.shape.num_ranks
         self.traffic = Traffic(self.rank, self.num_ranks)
-        self._segment = segment
-        self._messenger = compiled_wires().Messenger(segment.wire)  # type: ignore[attr-defined]
+        self.segment = segment
+        self._messenger = compiled_wires().Messenger(segment.wire)
         self._turns = [0] * len(segment.shape.lanes)
 
     def exchange(self, parts: Sequence[Tensor], *, lane: int, purpose: Purpose) -> Arrival:
@@ -36,12 +37,12 @@ class SharedMemoryTransport(Transport):
         self._turns[lane] = turn + 1
         parts = [part.contiguous() for part in parts]
         self._messenger.put(lane, turn, [part.data_ptr() for part in parts], [part.numel() for part in parts])
-        return _SharedArrival(self._messenger, self._segment, (lane, turn), parts, purpose)
+        return _SharedArrival(self._messenger, self.segment, (lane, turn), parts, purpose)
 
 
 class _SharedArrival(Arrival):
     def __init__(
-        self, messenger: object, segment: Segment, key: tuple[int, int], parts: list[Tensor], purpose: Purpose
+        self, messenger: Any, segment: Segment, key: tuple[int, int], parts: list[Tensor], purpose: Purpose
     ) -> None:
         self._messenger = messenger
         self._segment = segment
@@ -50,17 +51,17 @@ class _SharedArrival(Arrival):
         self._purpose = purpose
 
     def ready(self) -> bool:
-        is_ready: bool = self._messenger.ready(*self._key)  # type: ignore[attr-defined]
+        is_ready: bool = self._messenger.ready(*self._key)
         return is_ready
 
     def wait(self, timeout_s: float) -> None:
         began_s = time.monotonic()
-        late = self._messenger.wait(*self._key, timeout_s)  # type: ignore[attr-defined]
+        late = self._messenger.wait(*self._key, timeout_s)
         if late >= 0:
             raise self._purpose.lost(late, time.monotonic() - began_s)
 
     def take(self) -> list[Tensor]:
-        found = self._messenger.take(*self._key)  # type: ignore[attr-defined]
+        found = self._messenger.take(*self._key)
         memory, rank = self._segment.memory, self._segment.rank
         messages = [memory[start : start + num_bytes] for start, num_bytes in found]
         messages[rank] = self._parts[rank]

@@ -21,6 +21,10 @@ NOT_BUILT: Mapping[Dispatcher, str] = MappingProxyType(
     }
 )
 
+FUSED: tuple[Dispatcher, ...] = ("local", "shared_memory")
+"""Those whose layers can be one native call."""
+FUSED_RETURNS = "a fused layer returns each choice to its place, and no subtrees"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutCell:
@@ -48,8 +52,8 @@ def refusals(cell: LayoutCell) -> tuple[Refusal, ...]:
     found = []
     if cell.dispatcher in NOT_BUILT:
         found.append(Refusal(field="dispatcher", reason=NOT_BUILT[cell.dispatcher]))
-    if cell.is_fused and cell.dispatcher != "local":
-        reason = f"a fused layer sends nothing; dispatcher {cell.dispatcher} does"
+    if cell.is_fused and cell.dispatcher not in FUSED:
+        reason = f"a fused layer is one native call; what {cell.dispatcher} sends, Python hands over"
         found.append(Refusal(field="is_fused", reason=reason, is_contradiction=True))
     elif cell.is_fused and not cell.is_native:
         found.append(Refusal(field="is_fused", reason="a fused layer is one call of native kernels"))

@@ -9,6 +9,7 @@ import pytest
 
 from moesaic.audit.layout_cells import (
     MICRO_BATCHES,
+    NO_SHARED_MEMORY,
     NUM_RANKS,
     PLACEMENTS,
     RETURNS,
@@ -18,7 +19,7 @@ from moesaic.audit.layout_cells import (
     make_plan,
 )
 from moesaic.spec.families import read_config
-from moesaic.spec.layout_rules import DISPATCHERS, NOT_BUILT
+from moesaic.spec.layout_rules import DISPATCHERS, FUSED_RETURNS, NOT_BUILT
 from moesaic.spec.locate import preset
 from moesaic.spec.model import ModelSpec
 
@@ -41,7 +42,8 @@ def test_long_is_the_product_of_all_that_is_legal(spec: ModelSpec) -> None:
     shapes = {"local": 1, "exchange": every, "shared_memory": every, "two_level": 3 * len(RETURNS)}
     assert set(shapes) == set(DISPATCHERS) - set(NOT_BUILT)
     for_each = len(MICRO_BATCHES) * len(PLACEMENTS)
-    assert len(matrix.cells) == for_each * (len(LEVELS) * sum(shapes.values()) + 1)
+    fused = 1 + len(NUM_RANKS)  # on one rank, and over shared memory on one to four; where kernels are native
+    assert len(matrix.cells) == for_each * (len(LEVELS) * sum(shapes.values()) + fused)
     assert len(set(matrix.cells)) == len({cell.name for cell in matrix.cells}) == len(matrix.cells)
     assert matrix.expected == len(matrix.cells) + len(matrix.refused)
 
@@ -63,7 +65,13 @@ def test_all_holds_every_pair_of_choices_in_each_dtype(spec: ModelSpec) -> None:
 def test_float32_comes_first_and_ranks_that_are_loaded_alike_together(spec: ModelSpec) -> None:
     cells = make_matrix(spec, ["float32", "bfloat16"], LEVELS, is_long=True).cells
     keys = [
-        (cell.dtype, cell.backend, cell.placement, cell.shape.num_ranks, cell.shape.is_fused)
+        (
+            cell.dtype,
+            cell.backend,
+            cell.placement,
+            cell.shape.num_ranks,
+            cell.shape.dispatcher if cell.shape.is_fused else None,
+        )
         for cell in cells
     ]
     changes = sum(a != b for a, b in pairwise(keys))
@@ -80,7 +88,17 @@ def test_each_kind_of_layout_that_is_not_run_has_a_reason(spec: ModelSpec) -> No
     assert "several nodes" in refused["two_level, 1 rank"]
     assert refused["local, subtrees"] == "nothing is returned where nothing is sent"
     assert refused["local fused, reference"] == "a fused layer is one call of native kernels"
-    assert refused["exchange fused"] == "a fused layer sends nothing; dispatcher exchange does"
+    assert (
+        refused["exchange fused"]
+        == "a fused layer is one native call; what exchange sends, Python hands over"
+    )
+    assert refused["shared_memory fused, subtrees"] == FUSED_RETURNS
+
+
+def test_without_native_kernels_no_memory_is_shared(spec: ModelSpec) -> None:
+    matrix = make_matrix(spec, ["float32"], ["reference"], is_long=False, has_shared_memory=False)
+    assert {cell.shape.dispatcher for cell in matrix.cells} == {"local", "exchange", "two_level"}
+    assert any(one.name == "shared_memory" and one.reason == NO_SHARED_MEMORY for one in matrix.refused)
 
 
 def test_more_ranks_than_experts_are_refused() -> None:

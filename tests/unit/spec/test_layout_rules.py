@@ -16,8 +16,9 @@ def test_a_dispatcher_runs_or_says_what_is_missing(dispatcher: Dispatcher) -> No
     assert [one.reason for one in found] == expected
 
 
-def test_a_fused_layer_is_one_native_call_on_one_rank() -> None:
+def test_a_fused_layer_is_one_native_call_on_each_rank() -> None:
     assert not refusals(LayoutCell(dispatcher="local", is_fused=True))
+    assert not refusals(LayoutCell(dispatcher="shared_memory", is_fused=True, num_micro_batches=2))
     (slow,) = refusals(LayoutCell(dispatcher="local", is_fused=True, is_native=False))
     assert not slow.is_contradiction
     (sent,) = refusals(LayoutCell(dispatcher="exchange", is_fused=True))

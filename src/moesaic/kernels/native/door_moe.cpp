@@ -12,30 +12,16 @@
 
 #include "check.hpp"
 #include "doors.hpp"
+#include "moe_layer.hpp"
 
 namespace nb = nanobind;
 
 namespace moesaic {
 
+constexpr int64_t kRowUnit = 8;  // rows of x that one task prepares
+
 struct TimedOut : std::runtime_error {
   using std::runtime_error::runtime_error;
-};
-
-constexpr int64_t kInnerUnit = 32;  // columns: two panels, and a block of the hidden row
-constexpr int64_t kRowUnit = 8;     // rows of x that one task prepares
-constexpr int64_t kCombineNumbers = 32 * 1024;  // guess: products of one task, some 10 us
-
-// The experts of one layer, checked when they are added; the weights belong to the caller.
-struct MoeLayer {
-  int64_t layer_idx, width, inner_width, num_choices, shards;
-  bool is_gated, is_weight_on_input;
-  Kind seam;
-  Activation activation;
-  std::vector<Expert> slots;
-  std::vector<int64_t> slot_bytes;  // weights and biases
-  std::vector<int64_t> slot_of_expert;
-
-  std::string name() const { return "experts of layer " + std::to_string(layer_idx); }
 };
 
 enum class Stage : int32_t { kRows, kInner, kDown, kCombine };
@@ -167,14 +153,6 @@ int64_t add_tasks(MoeRun& run, Stage stage, int32_t slot, int64_t count, int64_t
   for (int64_t first = 0; first < count; first += size)
     run.tasks.push_back({stage, slot, first, std::min(first + size, count)});
   return (count + size - 1) / size;
-}
-
-int64_t tile_of(int64_t column_bytes) {
-  return std::max<int64_t>(1, kTaskBytes / (kInnerUnit * column_bytes)) * kInnerUnit;
-}
-
-int64_t column_bytes(const Matrix& weight) {
-  return std::max<int64_t>(1, weight.strip_bytes() / (weight.is_packed() ? kPanelRows : 1));
 }
 
 void make_tasks(MoeRun& run, const MoeLayer& layer) {

@@ -12,6 +12,7 @@ void bind_elementwise(nanobind::class_<Kernels>& kernels);
 void bind_layers(nanobind::class_<Kernels>& kernels);
 void bind_matmul(nanobind::class_<Kernels>& kernels);
 void bind_moe(nanobind::module_& module, nanobind::class_<Kernels>& kernels);
+void bind_moe_ranks(nanobind::module_& module);
 void bind_wire(nanobind::module_& module);
 
 }  // namespace moesaic

@@ -42,6 +42,7 @@ NB_MODULE(_native, m) {
   moesaic::bind_matmul(kernels);
   moesaic::bind_moe(m, kernels);
   moesaic::bind_wire(m);
+  moesaic::bind_moe_ranks(m);
   nb::class_<Reader>(m, "Reader")
       .def("__init__", [](Reader* self, uintptr_t address, int64_t num_bytes, int num_threads) {
         new (self) Reader(address, num_bytes, moesaic::check_threads(num_threads));

@@ -72,7 +72,7 @@ class MoeLayer:
         self._width, self._num_choices = spec.row_width, spec.experts_per_token
         for slot in self._slots:
             check_shards(slot.down_DF, numerics.matmul_shards)
-        self._native = compiled.MoeLayer(
+        self.native = compiled.MoeLayer(
             layer_idx=layer_idx,
             width=spec.row_width,
             inner_width=spec.expert_width,
@@ -86,8 +86,8 @@ class MoeLayer:
             is_bfloat16=self._seam == torch.bfloat16,
         )
         for slot in self._slots:
-            self._native.add_slot(**_addresses(slot))
-        self._native.set_slots([int(slot) for slot in slot_of_expert])
+            self.native.add_slot(**_addresses(slot))
+        self.native.set_slots([int(slot) for slot in slot_of_expert])
 
     def __call__(
         self, x_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, *, timeout_s: float = TIMEOUT_S
@@ -106,7 +106,7 @@ class MoeLayer:
         y_TD = torch.empty((num_tokens, self._width), dtype=self._seam)
         try:
             self._kernels.moe(
-                self._native,
+                self.native,
                 x_TD.data_ptr(),
                 x_TD.numel(),
                 experts_TK.data_ptr(),

@@ -7,6 +7,7 @@ by its width alone, so nothing of it has to be proved on the machine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from moesaic.kernels.native import check_level, elementwise, module
 from moesaic.kernels.native.attention import NativeAttention
 from moesaic.kernels.native.layers import L2, LAYER, RMS, NativeLayers
 from moesaic.kernels.native.moe import ExpertTensors, MoeCounts, MoeLayer
+from moesaic.kernels.native.moe_ranks import Counters, RankLane
 from moesaic.kernels.panel import PanelWeight, Weight
 from moesaic.kernels.reference import ReferenceOps
 from moesaic.kernels.state_view import StateView
@@ -104,6 +106,12 @@ class NativeOps(ReferenceOps):
         Raises: ConfigError as `MoeLayer`.
         """
         return MoeLayer(self._compiled, self._kernels, self.numerics, layer_idx, spec, slots, slot_of_expert)
+
+    def rank_lane(
+        self, wire: Any, lane: int, num_results: int, sent: Counters, returned: Counters
+    ) -> RankLane:
+        """The calls of one lane between ranks, on these threads; see `RankLane`."""
+        return RankLane(self._compiled, self._kernels, wire, lane, num_results, sent, returned)
 
     @property
     def moe_counts(self) -> MoeCounts:

@@ -95,7 +95,7 @@ class Wire {
 
   // The lowest rank for which `is_missed` holds and whose process has ended; -1: none. A system call.
   template <class IsMissed>
-  int find_dead(IsMissed is_missed) {
+  int find_dead(IsMissed is_missed) const {
     if (watched_.empty() || poll(watched_.data(), watched_.size(), 0) <= 0) return -1;
     for (int at = 0; at < num_ranks; ++at)
       if (watched_[at].fd >= 0 && watched_[at].revents != 0 && is_missed(at)) return at;
@@ -128,7 +128,7 @@ class Wire {
 
   std::vector<Lane> lanes_;
   uint8_t* memory_;
-  std::vector<pollfd> watched_;
+  mutable std::vector<pollfd> watched_;  // under the lock of whoever asks
 };
 
 // Waits for other ranks: spins while that is cheaper than to sleep, then sleeps at the own bell.

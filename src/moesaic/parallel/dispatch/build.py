@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from moesaic.errors import ConfigError
 from moesaic.parallel.dispatch.exchange import Exchange
+from moesaic.parallel.dispatch.fused_ranks import FusedRanks
 from moesaic.parallel.dispatch.local import Local
-from moesaic.parallel.dispatch.message import largest_messages
+from moesaic.parallel.dispatch.message import HEAD, largest_messages
 from moesaic.parallel.dispatch.two_level import TwoLevel
 from moesaic.parallel.gloo import GlooTransport
 from moesaic.parallel.mesh import Mesh
@@ -17,9 +18,9 @@ from moesaic.parallel.transport import Transport
 from moesaic.placement.choice import ReplicaChoice
 from moesaic.spec.deployment import Layout
 from moesaic.spec.experts import ExpertPlan
-from moesaic.spec.layout_rules import refusals
+from moesaic.spec.layout_rules import FUSED_RETURNS, refusals
 from moesaic.spec.model import MoeSpec
-from moesaic.spec.numerics import Numerics
+from moesaic.spec.numerics import DTYPE_BYTES, Numerics
 
 
 def num_lanes(layout: Layout) -> int:
@@ -53,8 +54,20 @@ def lane_sizes(
 ) -> list[LaneSize]:
     """What the lanes of a layout over shared memory hold: layers share them, micro-batches do not.
 
-    A request is never split, so a micro-batch may have all tokens of a step.
+    A request is never split, so a micro-batch may have all tokens of a step, and they may all go to one rank.
+    Of a fused layer results return to places of their own, whichever ranks they come from.
     """
+    if layout.is_fused:
+        seam = DTYPE_BYTES[numerics.seam_dtype]
+        specs = [spec for _, spec in moe_layers]
+        rows = [max_tokens * spec.row_width * seam for spec in specs]
+        choices = [max_tokens * spec.experts_per_token for spec in specs]
+        lane = LaneSize(
+            message_bytes=max(4 * HEAD + 16 * count + row for count, row in zip(choices, rows, strict=True)),
+            num_results=max(choices),
+            result_bytes=max(spec.experts_per_token * row for spec, row in zip(specs, rows, strict=True)),
+        )
+        return [lane] * layout.num_micro_batches
     largest = [largest_messages(spec, numerics, layout.returns, max_tokens) for _, spec in moe_layers]
     send, collect = (LaneSize(message_bytes=max(sizes)) for sizes in zip(*largest, strict=True))
     return [send, collect] * layout.num_micro_batches
@@ -68,13 +81,17 @@ def make_dispatcher(
     transport: Transport,
     *,
     replica_choice: ReplicaChoice = "turns",
-) -> Local | Exchange:
-    """Both sides of one rank; `moe_layers` is `ModelSpec.moe_layers`.
+) -> Local | Exchange | FusedRanks:
+    """Both sides of one rank, or what fuses them; `moe_layers` is `ModelSpec.moe_layers`.
 
     Raises: ConfigError for a dispatcher that is not built, and for a plan that does not fit.
     """
     if layout.dispatcher == "local":
         return Local(moe_layers, numerics, plan)
+    if layout.is_fused and isinstance(transport, SharedMemoryTransport):
+        if layout.returns != "choices":
+            raise ConfigError(FUSED_RETURNS)
+        return FusedRanks(moe_layers, numerics, plan, transport, replica_choice=replica_choice)
     if layout.dispatcher in ("exchange", "shared_memory"):
         return Exchange(
             moe_layers, numerics, plan, transport, returns=layout.returns, replica_choice=replica_choice

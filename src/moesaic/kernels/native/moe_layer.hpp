@@ -1,0 +1,39 @@
+// The experts of one layer as doors hold them, and how their stages are cut into tasks.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels.hpp"
+#include "moe.hpp"
+
+namespace moesaic {
+
+constexpr int64_t kInnerUnit = 32;  // columns: two panels, and a block of the hidden row
+constexpr int64_t kCombineNumbers = 32 * 1024;  // guess: products of one task, some 10 us
+
+// Checked as slots are added; the weights belong to the caller.
+struct MoeLayer {
+  int64_t layer_idx, width, inner_width, num_choices, shards;
+  bool is_gated, is_weight_on_input;
+  Kind seam;
+  Activation activation;
+  std::vector<Expert> slots;
+  std::vector<int64_t> slot_bytes;  // weights and biases
+  std::vector<int64_t> slot_of_expert;
+
+  std::string name() const { return "experts of layer " + std::to_string(layer_idx); }
+};
+
+// Columns of a task of a matmul, by the bytes of one.
+inline int64_t tile_of(int64_t column_bytes) {
+  return std::max<int64_t>(1, kTaskBytes / (kInnerUnit * column_bytes)) * kInnerUnit;
+}
+
+inline int64_t column_bytes(const Matrix& weight) {
+  return std::max<int64_t>(1, weight.strip_bytes() / (weight.is_packed() ? kPanelRows : 1));
+}
+
+}  // namespace moesaic
