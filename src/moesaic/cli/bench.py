@@ -158,7 +158,7 @@ def throughput_command(
         kv_format=kv_format,
         dispatch_format=dispatch_format,
         num_threads=threads,
-        layout=layout.wish(),
+        **layout.options(),
     ) as llm:
         engine = llm.engine
         load = options.load(vocab=engine.spec.vocab, max_model_len=engine.max_model_len)

@@ -93,7 +93,7 @@ def generate_command(
         kv_format=kv_format,
         dispatch_format=dispatch_format,
         num_threads=threads,
-        layout=layout.wish(),
+        **layout.options(),
     ) as llm:
         prompt_ids = _encode_chat(llm, text) if chat else llm.encode(text)
         completion = _stream(llm, prompt_ids, sampling, write=None if as_json else _write)
