@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 from dataclasses import dataclass
@@ -75,8 +76,9 @@ def listen(address: Address, what: str) -> socket.socket:
         family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((address.host, address.port), family=family, backlog=1024)
     except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error  # create_server adds the address to its own
         raise ConfigError(
-            f"{what} cannot be at {address.host} port {address.port}: {error.strerror or error}; free the "
+            f"{what} cannot be at {address.host} port {address.port}: {why}; free the "
             "port, or name another address of this machine with --rank-address HOST:PORT (0: a free port)"
         ) from error
 
