@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import socket
 import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
+from moesaic.engine.config import EngineConfig
+from moesaic.engine.launchers.launcher import Launcher, Member, open_store
+from moesaic.engine.launchers.local import LOOPBACK
+from moesaic.engine.rank import serve
 from moesaic.parallel.mesh import Mesh
 
 TIMEOUT_S = 60.0
@@ -55,6 +62,46 @@ def _run(rank: int, num_ranks: int, port: int, target: Callable[[Mesh], Any], pi
         traceback.print_exc()
         pipe.send(error)
     os._exit(0)  # no destructors of a forked interpreter
+
+
+class Forked(Launcher):
+    """Ranks of an engine as forks of the test. `ask` runs in each and says what that process was asked for;
+    None: nothing of its own."""
+
+    name = "forked"
+
+    def __init__(self, ask: Callable[[int], EngineConfig | None]) -> None:
+        self._ask = ask
+        self._store = open_store(LOOPBACK)
+        self._processes: list[Any] = []
+
+    def start(self, num_ranks: int) -> list[Member]:
+        context: Any = multiprocessing.get_context("fork")
+        members = []
+        for rank in range(num_ranks):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = context.Process(
+                    target=_serve, args=(rank, theirs, self._store.port, self._ask), daemon=True
+                )
+                process.start()
+            self._processes.append(process)
+            members.append(Member(pipe=Connection(ours.detach()), process=None))
+        return members
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.join(TIMEOUT_S)
+            assert process.exitcode is not None, "a rank lives on"
+
+
+def _serve(rank: int, theirs: socket.socket, port: int, ask: Callable[[int], EngineConfig | None]) -> None:
+    gc.freeze()  # the parent's stores have threads, which a fork has not: they must not be taken apart here
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    pipe, store = Connection(theirs.detach()), dist.TCPStore("127.0.0.1", port, is_master=False)
+    serve(pipe, store, rank, "127.0.0.1", own=ask(rank))
+    os._exit(0)
 
 
 def _end_with_parent() -> None:

@@ -78,13 +78,14 @@ class KernelTimeout(MoesaicError):
 
 
 class PeerLost(MoesaicError):
-    """A rank stopped answering. `stage` is send, experts or collect."""
+    """A rank stopped answering. `stage` is send, experts or collect; join, start or step outside layers."""
 
     is_retriable = True
 
     def __init__(self, *, rank: int, layer_idx: int, stage: str, seconds: float) -> None:
         super().__init__(
-            f"rank {rank} did not answer within {seconds:.1f} s (layer {layer_idx}, stage {stage}); "
+            f"rank {rank} did not answer within {seconds:.1f} s "
+            f"({f'layer {layer_idx}, ' if layer_idx >= 0 else ''}stage {stage}); "
             "its requests can be sent again"
         )
         self.rank, self.layer_idx, self.stage, self.seconds = rank, layer_idx, stage, seconds

@@ -112,7 +112,7 @@ def test_a_rank_that_dies_is_named_with_layer_and_stage() -> None:
 
 
 def test_ranks_that_would_compute_something_else_are_refused() -> None:
-    same = Identity(version="1", checkpoint="c", numerics="n", backend="native/avx2")
+    same = Identity(version="1", checkpoint="c", numerics="n", backend="native/avx2", layout="dp 3")
 
     def meet(mesh: Mesh) -> None:
         mesh.agree(same if mesh.rank < 2 else replace(same, backend="native/portable", version="2"))

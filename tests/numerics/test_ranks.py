@@ -183,7 +183,7 @@ def endless() -> SamplingParams:
 
 def processes_of(engine: Engine) -> list[Any]:
     assert isinstance(engine._link, Ranks)
-    return [one.process for one in engine._link._ranks]
+    return [one.process for one in engine._link._ranks if one.process is not None]
 
 
 def wait_until(is_so: Any, timeout_s: float = 60.0) -> None:

@@ -161,7 +161,7 @@ def throughput_command(
         dispatch_format=dispatch_format,
         matmul_shards=matmul_shards,
         num_threads=threads,
-        layout=layout.wish(),
+        **layout.options(),
     ) as llm:
         engine = llm.engine
         load = options.load(vocab=engine.spec.vocab, max_model_len=engine.max_model_len)

@@ -96,7 +96,7 @@ def generate_command(
         dispatch_format=dispatch_format,
         matmul_shards=matmul_shards,
         num_threads=threads,
-        layout=layout.wish(),
+        **layout.options(),
     ) as llm:
         prompt_ids = _encode_chat(llm, text) if chat else llm.encode(text)
         completion = _stream(llm, prompt_ids, sampling, write=None if as_json else _write)

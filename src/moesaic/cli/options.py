@@ -133,12 +133,23 @@ class LayoutOptions:
         int | None, typer.Option(min=1, help="Ranks that follow each other on a node; for two_level.")
     ] = None
 
-    def wish(self) -> LayoutWish:
-        """The same as the engine takes it.
+    launcher: Annotated[
+        str | None,
+        typer.Option(help="What starts the processes: local, torchrun or ray [default: as it was started]."),
+    ] = None
+    rank_address: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT of this machine where ranks meet [default: by the launcher, a free port]."
+        ),
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """The same as `EngineConfig` takes it.
 
         Raises: ConfigError for what is unknown, or contradicts itself.
         """
-        return LayoutWish(
+        wish = LayoutWish(
             num_ranks=self.ranks,
             placement=self.placement,
             deployment=self.deployment,
@@ -147,6 +158,7 @@ class LayoutOptions:
             num_micro_batches=self.micro_batches,
             ranks_per_node=self.ranks_per_node,
         )
+        return {"layout": wish, "launcher": self.launcher, "rank_address": self.rank_address}
 
 
 ENGINE_DEFAULTS = defaults_of(EngineConfig)

@@ -29,7 +29,7 @@ from moesaic.cli.options import (
     defaults_of,
     with_options,
 )
-from moesaic.engine.config import EngineConfig, read_environment, read_hub_cache
+from moesaic.engine.config import EngineConfig, read_environment, read_hub_cache, read_world
 from moesaic.errors import ConfigError
 from moesaic.server.settings import ServerSettings
 from moesaic.spec.families import read_config
@@ -118,9 +118,15 @@ def serve_command(
         max_waiting=max_waiting,
         kv_bytes=None if kv_bytes is None else parse_bytes(kv_bytes),
         num_threads=threads,
-        layout=layout.wish(),
+        **layout.options(),
         replica_choice=replica_choice,  # type: ignore[arg-type]  # checked by the dataclass
     )
+    world = read_world(config)
+    if world is not None and world.rank > 0:
+        from moesaic.engine.launchers.torchrun import serve_as_rank  # heavy
+
+        serve_as_rank(config, world)
+        return
     defaults = SamplingDefaults.load(folder) if generation_config == "auto" else SamplingDefaults()
     _serve(located, config, settings, defaults, host=host, port=port)
 

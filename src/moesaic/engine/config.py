@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
-from moesaic.engine.layout import LayoutWish
+from moesaic.engine.layout import LayoutWish, Started
 from moesaic.engine.machine import Machine
 from moesaic.errors import CapacityError, ConfigError, nearest
 from moesaic.placement.choice import REPLICA_CHOICES, ReplicaChoice
@@ -50,6 +50,10 @@ _COUNTS = (
 )
 
 
+LauncherName = Literal["local", "torchrun", "ray"]
+LAUNCHERS: tuple[LauncherName, ...] = get_args(LauncherName)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """The user's wishes. None means: derived, by the rule beside the field."""
@@ -72,6 +76,10 @@ class EngineConfig:
     trace_routes: bool = False  # report which experts every token chose
     layout: LayoutWish = field(default_factory=LayoutWish)  # over how many processes, and how
     replica_choice: ReplicaChoice = "turns"  # which copy of an expert a row goes to; never what it comes to
+    launcher: LauncherName | None = (
+        None  # of these processes; None: torchrun when it started this, else local
+    )
+    rank_address: str | None = None  # HOST:PORT where ranks come in; None: by the launcher
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -89,6 +97,8 @@ class EngineConfig:
                 f"dispatch_format {self.dispatch_format!r} is unknown; "
                 f"{nearest(self.dispatch_format, WIRE_FORMATS)}"
             )
+        if self.launcher is not None and self.launcher not in LAUNCHERS:
+            raise ConfigError(f"launcher {self.launcher!r} is unknown; {nearest(self.launcher, LAUNCHERS)}")
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -385,6 +395,83 @@ VARIABLES: tuple[Variable, ...] = (
         name="MOESAIC_DATA", field=None, parse=str, help="folder of test data; read by the test suite only"
     ),
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """What torchrun, or another that starts all ranks, tells each process."""
+
+    rank: int
+    num_ranks: int
+    master_host: str
+    master_port: int
+    num_local: int | None  # ranks of this node, None: not told
+    num_nodes: int | None
+    has_store: bool  # at the master's port already
+    attempt: str
+
+    def started(self) -> Started:
+        """What follows for the layout."""
+        nodes, local = self.num_nodes, self.num_local
+        is_even = nodes is not None and local is not None and nodes > 1 and nodes * local == self.num_ranks
+        return Started(by="torchrun", num_ranks=self.num_ranks, ranks_per_node=local if is_even else None)
+
+
+WORLD_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {
+        "RANK": "number of this process, from 0",
+        "WORLD_SIZE": "how many processes there are on all nodes",
+        "MASTER_ADDR": "address of the node of rank 0",
+        "MASTER_PORT": "port there at which the processes meet",
+        "LOCAL_WORLD_SIZE": "how many of them are on this node",
+        "GROUP_WORLD_SIZE": "how many nodes there are",
+        "TORCHELASTIC_USE_AGENT_STORE": "True: torchrun itself listens at the port",
+        "TORCHELASTIC_RESTART_COUNT": "how often torchrun has started them anew",
+    }
+)
+"""torchrun's own variables. The first four are needed, and then this process is one of several ranks."""
+
+
+def read_world(config: EngineConfig, environ: Mapping[str, str] | None = None) -> World | None:
+    """What torchrun started; None when ranks are to be started from here.
+
+    Raises: ConfigError for variables that are no numbers or do not fit together, and when torchrun is asked
+            for and has started nothing.
+    """
+    source = os.environ if environ is None else environ
+    needed = list(WORLD_VARIABLES)[:4]
+    missing = [name for name in needed if not source.get(name)]
+    if config.launcher in ("local", "ray") or (config.launcher is None and missing):
+        return None
+    if missing:
+        raise ConfigError(
+            f"launcher torchrun: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; start "
+            "the ranks by torchrun --nproc-per-node N -m moesaic ..., or use the launcher local"
+        )
+    counts = {}
+    for name in WORLD_VARIABLES:
+        text = source.get(name)
+        if text is None or name in ("MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"):
+            continue
+        if not text.isdigit():
+            raise ConfigError(f"environment variable {name}: {text!r} is not a whole number of at least 0")
+        counts[name] = int(text)
+    rank, num_ranks = counts["RANK"], counts["WORLD_SIZE"]
+    if rank >= num_ranks:
+        raise ConfigError(f"RANK {rank} must be below WORLD_SIZE {num_ranks}")
+    if num_ranks == 1 and config.launcher is None:
+        return None  # alone, as without it
+    return World(
+        rank=rank,
+        num_ranks=num_ranks,
+        master_host=source["MASTER_ADDR"],
+        master_port=counts["MASTER_PORT"],
+        num_local=counts.get("LOCAL_WORLD_SIZE"),
+        num_nodes=counts.get("GROUP_WORLD_SIZE"),
+        has_store=source.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=str(counts.get("TORCHELASTIC_RESTART_COUNT", 0)),
+    )
+
 
 HUB_VARIABLES: Mapping[str, str] = MappingProxyType(
     {

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from moesaic.engine.config import EngineConfig, ResolvedConfig, read_environment
+from moesaic.engine.config import EngineConfig, ResolvedConfig, World, read_environment, read_world
 from moesaic.engine.grammar import Grammars
-from moesaic.engine.layout import Arrangement, arrange, data_parallel, describe_layout
+from moesaic.engine.launchers.launcher import Address, Launcher
+from moesaic.engine.launchers.local import Local
+from moesaic.engine.launchers.ray import Ray
+from moesaic.engine.launchers.torchrun import Torchrun
+from moesaic.engine.layout import Arrangement, arrange, check_hosts, data_parallel, describe_layout
 from moesaic.engine.link import Link, LocalLink
 from moesaic.engine.loop import Engine, Facts
-from moesaic.engine.machine import read_machine
-from moesaic.engine.rank import RankPool, RankSetup
+from moesaic.engine.machine import Machine, read_machine
+from moesaic.engine.rank import Hello, RankPool, RankSetup
 from moesaic.engine.ranks import Ranks
 from moesaic.engine.runner import Runner
 from moesaic.engine.worker import Worker
@@ -77,12 +81,18 @@ def start_engine(
     Raises:  ConfigError, CheckpointError, HostMemoryShort, CapacityError, KernelUnavailable, PeerLost: all of
              them before a request is taken.
     """
-    config = config.with_environment(read_environment())
-    spec = read_spec(config.model)
-    is_native = (config.backend or default_backend()).startswith("native/")
-    arranged = arrange(config.layout, spec, is_native=is_native)
+    spec, world = read_spec(config.model), read_world(config)
+    backend = config.with_environment(read_environment()).backend or default_backend()
+    arranged = arrange(
+        config.layout,
+        spec,
+        None if world is None else world.started(),
+        is_native=backend.startswith("native/"),
+    )
     if arranged.layout.num_ranks > 1:
-        return _start_on_ranks(config, spec, arranged, tokenizer_digest, grammars).start()
+        launcher = _launcher(config, arranged.layout, world)
+        return _start_on_ranks(config, spec, arranged, launcher, tokenizer_digest, grammars).start()
+    config = config.with_environment(read_environment())
     machine = read_machine()
     model = build(
         Checkpoint.open(config.model),
@@ -124,29 +134,29 @@ def assemble(
     )
 
 
+def _launcher(config: EngineConfig, layout: Layout, world: World | None) -> Launcher:
+    """What starts the ranks, or meets those that were started."""
+    address = None if config.rank_address is None else Address.parse(config.rank_address)
+    if world is not None:
+        return Torchrun(world, address)
+    if config.launcher == "ray":
+        return Ray(address, ranks_per_node=layout.ranks_per_node, num_threads=config.num_threads)
+    return Local(address)
+
+
 def _start_on_ranks(
     config: EngineConfig,
     spec: ModelSpec,
     arranged: Arrangement,
+    launcher: Launcher,
     tokenizer_digest: str,
     grammars: Grammars | None,
 ) -> Engine:
-    """An engine whose model lies in several processes of this machine, each with requests of its own."""
-    machine, num_ranks = read_machine(), arranged.layout.num_ranks
-    setups = [
-        RankSetup(
-            config=config,
-            layout=arranged.layout,
-            plan=arranged.plan,
-            numerics=arranged.numerics,
-            num_threads=max(1, config.threads(machine) // num_ranks),
-            available_bytes=machine.available_bytes // num_ranks,
-            grammars=grammars,
-        )
-        for _ in range(num_ranks)
-    ]
-    ranks = Ranks(setups)
+    """An engine whose model lies in several processes, each with requests of its own."""
+    ranks = Ranks(launcher, arranged.layout.num_ranks)
     try:
+        setups = _setups(config, arranged, ranks.await_hello(), grammars)
+        ranks.set_up(setups)
         ready = ranks.await_ready()
         digests = {name: digest for one in ready for name, digest in one.tensor_digests.items()}
         facts = ModelFacts(
@@ -159,12 +169,55 @@ def _start_on_ranks(
             unused=ready[0].unused,
             layout=arranged.layout,
         )
-        resolved = config.resolve(spec, facts.numerics, read_machine())
+        machine = _smallest(setups[0].hosts, [one.machine for one in ready])
+        resolved = config.with_environment(read_environment()).resolve(spec, facts.numerics, machine)
         ranks.start_pools(RankPool(config=resolved))
     except BaseException:
         ranks.close()
         raise
     return _engine(facts, resolved, ranks, tokenizer_digest, grammars)
+
+
+def _setups(
+    config: EngineConfig, arranged: Arrangement, hellos: Sequence[Hello], grammars: Grammars | None
+) -> list[RankSetup]:
+    """What each rank is told. Ranks of one host share its processors and memory.
+
+    Raises: ConfigError for ranks that cannot reach each other as the layout says.
+    """
+    hosts = tuple(one.host for one in hellos)
+    check_hosts(arranged.layout, hosts)
+    wishes, each = (
+        config.with_environment(read_environment()),
+        _shares(hosts, [one.machine for one in hellos]),
+    )
+    return [
+        RankSetup(
+            config=config,
+            layout=arranged.layout,
+            plan=arranged.plan,
+            numerics=arranged.numerics,
+            num_threads=max(1, wishes.threads(one.machine) // hosts.count(one.host)),
+            available_bytes=available_bytes,
+            hosts=hosts,
+            grammars=grammars,
+        )
+        for one, available_bytes in zip(hellos, each, strict=True)
+    ]
+
+
+def _shares(hosts: Sequence[str], machines: Sequence[Machine]) -> list[int]:
+    """Bytes for each rank: those of a host share alike what the one that looked last found there."""
+    free: dict[str, int] = {}
+    for host, machine in zip(hosts, machines, strict=True):
+        free[host] = min(machine.available_bytes, free.get(host, machine.available_bytes))
+    return [free[host] // hosts.count(host) for host in hosts]
+
+
+def _smallest(hosts: Sequence[str], machines: Sequence[Machine]) -> Machine:
+    """The machine of rank 0 with as much memory as every rank has: all KV pools have one size."""
+    source = f"{machines[0].memory_source}, for each rank"
+    return replace(machines[0], available_bytes=min(_shares(hosts, machines)), memory_source=source)
 
 
 def _engine(

@@ -11,8 +11,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
 
-from moesaic.engine.config import EngineConfig, read_hub_cache
+from moesaic.engine.config import EngineConfig, read_hub_cache, read_world
 from moesaic.engine.launch import start_engine
+from moesaic.engine.launchers.torchrun import serve_as_rank
 from moesaic.engine.loop import Engine
 from moesaic.engine.philox import sibling_seed
 from moesaic.engine.transcript import Completion, Transcript
@@ -44,12 +45,17 @@ class LLM:
     ) -> None:
         """Load a folder, a cached ORG/NAME, or `"demo"`; `options` are the fields of `EngineConfig`.
 
-        A folder without tokenizer.json takes token ids and gives token ids.
+        A folder without tokenizer.json takes token ids and gives token ids. Where torchrun started this
+        process as another rank than 0, it serves as that rank, and exits when rank 0 has closed its own.
 
         Raises: ConfigError for the path, and naming the nearest option; what `start_engine` raises.
         """
         folder = locate(str(path), hub=read_hub_cache(), needs_weights=True).weights_folder()
         config = EngineConfig.parse(str(folder), options)
+        world = read_world(config)
+        if world is not None and world.rank > 0:
+            serve_as_rank(config, world)
+            raise SystemExit(0)
         self.defaults = SamplingDefaults.load(folder)
         has_tokenizer = (folder / "tokenizer.json").is_file()
         self.tokenizer: Tokenizer | None = Tokenizer.load(folder) if has_tokenizer else None

@@ -6,6 +6,7 @@ Facts are read once, by `read_machine`; nothing here decides anything.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,12 @@ def read_machine(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
         available_bytes=max(available, 0),
         memory_source=source,
     )
+
+
+def host_key(proc: Path = Path("/proc"), shm: Path = Path("/dev/shm")) -> str:
+    """The same for processes that share a kernel and its shared memory, which containers of one may not."""
+    boot = _text(proc / "sys/kernel/random/boot_id") or platform.node()
+    return f"{boot}/{shm.stat().st_dev if shm.is_dir() else 'none'}"
 
 
 def last_level_cache_bytes(sys: Path = Path("/sys/devices/system/cpu")) -> int | None:

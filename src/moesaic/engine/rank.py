@@ -1,11 +1,12 @@
 """One rank: a process that holds its share of a model and does what plans say, until its controller is gone.
 
     controller                                rank, main thread
-       |  RankSetup                               |
-       | -------------------------------------->  | joins the mesh, loads its share
+       |  <--- Hello: where, how much memory ---  |
+       |  RankSetup ----------------------------> |  joins the mesh, loads its share
        |  <--- RankReady, or what went wrong ---  |
-       |  RankPool -->                            | makes its KV pool
-       |  StepPlan --> <-- StepResult             | again and again
+       |  RankPool -->                            |  makes its KV pool
+       |  StepPlan --> <-- StepResult             |  again and again
+       |  Leave -->                               |  ends
 
 A second thread reads the pipe: when its end is gone, so is the process, whatever the main thread waits for.
 """
@@ -14,11 +15,10 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
-import sys
 import threading
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -26,23 +26,39 @@ from typing import Any
 from torch import distributed as dist
 
 from moesaic import __version__
-from moesaic.engine.config import EngineConfig, ResolvedConfig
+from moesaic.engine.config import EngineConfig, ResolvedConfig, read_environment
 from moesaic.engine.grammar import Grammars
+from moesaic.engine.layout import Started, arrange, describe_layout
+from moesaic.engine.machine import Machine, host_key, read_machine
 from moesaic.engine.runner import Runner
 from moesaic.engine.worker import Worker
 from moesaic.errors import MoesaicError, PeerLost
+from moesaic.hashing import digest
 from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.ops import default_backend
 from moesaic.kv.pool import KvPool
 from moesaic.models.build import Dispatcher, LoadedModel, Share, build, read_spec
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.parallel.dispatch.build import connect, make_dispatcher
+from moesaic.parallel.dispatch.fused_ranks import FusedRanks
 from moesaic.parallel.mesh import Identity, Mesh
 from moesaic.sched.step import StepPlan, StepResult
+from moesaic.spec.codec import to_plain
 from moesaic.spec.deployment import Layout
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
+
+LEAVE_S = 2.0  # guess: what a rank may still compute when it is told to leave
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """What a rank says first. Ranks of one `host` share memory, and the numbers of its machine."""
+
+    host: str
+    machine: Machine
+    pid: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,6 +71,7 @@ class RankSetup:
     numerics: Numerics | None  # None: those of the config's preset
     num_threads: int
     available_bytes: int  # of memory, for this rank alone
+    hosts: tuple[str, ...]  # of all ranks, as they said hello
     grammars: Grammars | None
 
 
@@ -68,6 +85,7 @@ class RankReady:
     proof: InvarianceProof
     notes: tuple[str, ...]
     unused: tuple[Mapping[str, Any], ...]
+    machine: Machine  # after loading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +100,11 @@ class Forget:
     """Requests that are over, when no plan follows that would say so."""
 
     request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leave:
+    """The run is over."""
 
 
 def plan_of(setup: RankSetup, spec: ModelSpec) -> ExpertPlan:
@@ -100,18 +123,19 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
     config, layout = setup.config, setup.layout
     checkpoint, spec = Checkpoint.open(config.model), read_spec(config.model)
     numerics = config.numerics_for(spec, backend=default_backend(), stated=setup.numerics)
+    plan = plan_of(setup, spec)
     mesh.agree(
         Identity(
             version=__version__,
             checkpoint=checkpoint.header_digest(),
             numerics=numerics.digest(),
             backend=numerics.backend,
+            layout=f"{describe_layout(layout)}, placement {digest(to_plain(plan))}",
         )
     )
     wires = connect(layout, mesh, spec.moe_layers, numerics, config.max_tokens_per_step)
-    plan = plan_of(setup, spec)
 
-    def dispatcher(spec: ModelSpec, numerics: Numerics) -> Dispatcher:
+    def dispatcher(spec: ModelSpec, numerics: Numerics) -> Dispatcher | FusedRanks:
         return make_dispatcher(
             layout, spec.moe_layers, numerics, plan, wires, replica_choice=config.replica_choice
         )
@@ -135,35 +159,66 @@ def ready_of(model: LoadedModel) -> RankReady:
         proof=model.proof,
         notes=model.notes,
         unused=model.unused_tensors,
+        machine=read_machine(),
     )
 
 
-def serve(pipe: Connection, store: dist.Store, rank: int) -> None:
-    """The life of a rank, in this process's main thread."""
+def serve(
+    pipe: Connection,
+    store: dist.Store,
+    rank: int,
+    address: str,
+    *,
+    own: EngineConfig | None = None,
+    started: Started | None = None,
+) -> None:
+    """The life of a rank, in this process's main thread. Others reach it at `address`.
+
+    `own` is what this process was asked for, where it was asked: what comes of it has to be what comes of the
+    controller's, or `load_share` refuses.
+    """
     inbox: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_read, args=(pipe, inbox), daemon=True).start()
+    pipe.send(Hello(host=host_key(), machine=read_machine(), pid=os.getpid()))
     setup = inbox.get()
+    if isinstance(setup, Leave):
+        return
     try:
-        mesh = Mesh.join(rank=rank, num_ranks=setup.layout.num_ranks, store=store)
+        if own is not None:
+            arranged = arrange(own.layout, read_spec(own.model), started)
+            setup = replace(
+                setup, config=own, layout=arranged.layout, plan=arranged.plan, numerics=arranged.numerics
+            )
+        setup = replace(setup, config=setup.config.with_environment(read_environment()))
+        mesh = Mesh.join(rank=rank, num_ranks=len(setup.hosts), store=store, address=address)
         model = load_share(mesh, setup)
         pipe.send(ready_of(model))
-        resolved = inbox.get().config
-        worker = Worker(
-            Runner(model.decoder, KvPool(model.spec, model.numerics, resolved.num_blocks)),
-            model.spec,
-            grammars=setup.grammars,
-            traces_routes=resolved.trace_routes,
-            replica_idx=rank,
-        )
+        pool = inbox.get()
+        if not isinstance(pool, Leave):
+            _work(pipe, inbox, _worker(model, setup, pool.config, rank))
+        mesh.close()
     except MoesaicError as error:
         pipe.send(error)
-        return
-    while True:
-        message = inbox.get()
+        inbox.get()  # the controller says what went wrong: none may end before it has
+
+
+def _worker(model: LoadedModel, setup: RankSetup, config: ResolvedConfig, rank: int) -> Worker:
+    return Worker(
+        Runner(model.decoder, KvPool(model.spec, model.numerics, config.num_blocks)),
+        model.spec,
+        grammars=setup.grammars,
+        traces_routes=config.trace_routes,
+        replica_idx=rank,
+    )
+
+
+def _work(pipe: Connection, inbox: SimpleQueue[Any], worker: Worker) -> None:
+    """Plan by plan, until told to leave."""
+    while not isinstance(message := inbox.get(), Leave):
         if isinstance(message, Forget):
             worker.forget(message.request_ids)
-            continue
-        pipe.send(_run(worker, message))
+        else:
+            pipe.send(_run(worker, message))
 
 
 def _run(worker: Worker, plan: StepPlan) -> StepResult | MoesaicError:
@@ -179,13 +234,10 @@ def _read(pipe: Connection, inbox: SimpleQueue[Any]) -> None:
     """Pass messages on; when the controller is gone, end the process, whatever it is doing."""
     try:
         while True:
-            inbox.put(pipe.recv())
+            message = pipe.recv()
+            inbox.put(message)
+            if isinstance(message, Leave):
+                time.sleep(LEAVE_S)
+                os._exit(0)
     except (EOFError, OSError, pickle.UnpicklingError):
         os._exit(1)
-
-
-def main() -> None:
-    """With the arguments RANK FD HOST PORT; the pipe's other end is the controller's."""
-    rank, descriptor, host, port = sys.argv[1:]
-    pipe = Connection(socket.socket(fileno=int(descriptor)).detach())
-    serve(pipe, dist.TCPStore(host, int(port), is_master=False), int(rank))

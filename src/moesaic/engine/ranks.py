@@ -1,4 +1,4 @@
-"""The controller's end of several ranks: starts them, hands them plans, joins what they answer.
+"""The controller's end of several ranks: hands them plans, joins what they answer.
 
 A rank that dies, or that loses another, ends the run with an error that names whom it was waited for; `close`
 leaves no process behind.
@@ -6,19 +6,17 @@ leaves no process behind.
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
-from torch import distributed as dist
 
-from moesaic.engine.rank import Forget, RankPool, RankReady, RankSetup
+from moesaic.engine.launchers.launcher import JOIN_TIMEOUT_S, Launcher
+from moesaic.engine.rank import Forget, Hello, Leave, RankPool, RankReady, RankSetup
 from moesaic.engine.runner import STEP_TIMEOUT_S
 from moesaic.errors import CheckpointError, KernelUnavailable, MoesaicError, PeerLost
 from moesaic.log import get_logger
@@ -27,27 +25,37 @@ from moesaic.spec.experts import ExpertLoad
 
 START_TIMEOUT_S = 3600.0  # guess: a model of a terabyte is read in that time; a rank that dies shows at once
 SETTLE_S = 5.0  # guess: how long after one rank's end others are heard that may name layer and stage
-END_S = 5.0  # guess: what a rank may still do after its controller left
 _log = get_logger("engine")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Rank:
-    process: subprocess.Popen[bytes]
-    pipe: Connection
-
-
 class Ranks:
-    """Processes of this machine, one a rank; a `Link` once `start_pools` was called.
+    """Processes that a launcher started, one a rank; a `Link` once `start_pools` was called.
 
-    Owns:    the processes and the store that they meet in, until `close`.
+    Owns:    the launcher, until `close`.
     """
 
-    def __init__(self, setups: Sequence[RankSetup]) -> None:
-        """Start a process for each setup; they load while this returns."""
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._ranks = [_start(rank, self._store.port) for rank in range(len(setups))]
+    def __init__(self, launcher: Launcher, num_ranks: int) -> None:
+        """Start them all.
+
+        Raises: PeerLost naming a rank that did not come; ConfigError with a next step.
+        """
+        self._launcher = launcher
         self._in_flight: list[StepPlan] = []
+        try:
+            self._ranks = launcher.start(num_ranks)
+        except BaseException:
+            launcher.close()
+            raise
+
+    def await_hello(self) -> list[Hello]:
+        """What the ranks say first.
+
+        Raises: PeerLost naming one that ended, or does not say it in time.
+        """
+        return self._gather(JOIN_TIMEOUT_S, "join")
+
+    def set_up(self, setups: Sequence[RankSetup]) -> None:
+        """Let the ranks load; returns at once."""
         for one, setup in zip(self._ranks, setups, strict=True):
             one.pipe.send(setup)
 
@@ -92,15 +100,12 @@ class Ranks:
             one.pipe.send(message)
 
     def close(self) -> None:
-        """End all ranks: they leave when their pipe closes, and are killed when they do not."""
+        """End all ranks: they are told to leave, and when they do not, to whom they belong ends them."""
         for one in self._ranks:
+            with suppress(OSError):  # it may be gone
+                one.pipe.send(Leave())
             one.pipe.close()
-        for one in self._ranks:
-            try:
-                one.process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                one.process.kill()
-                one.process.wait()
+        self._launcher.close()
 
     def _gather(self, timeout_s: float, stage: str) -> list[Any]:
         """One message of each rank. A rank that ends is lost, unless others tell more of it soon after.
@@ -159,15 +164,6 @@ def _add_loads(loads: Sequence[ExpertLoad]) -> ExpertLoad:
         since_s=min(load.since_s for load in loads),
         until_s=max(load.until_s for load in loads),
     )
-
-
-def _start(rank: int, port: int) -> _Rank:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        arguments = [str(rank), str(theirs.fileno()), "127.0.0.1", str(port)]
-        command = [sys.executable, "-c", "from moesaic.engine.rank import main; main()", *arguments]
-        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-    return _Rank(process=process, pipe=Connection(ours.detach()))
 
 
 def _told_by(rank: int, error: MoesaicError) -> MoesaicError:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from moesaic.parallel.mesh import Mesh
 from moesaic.parallel.transport import Arrival, Purpose, Traffic, Transport
@@ -60,7 +59,7 @@ class _GlooArrival(Arrival):
         self._bytes: Any = None
         self._is_over = False
         out_sizes = torch.tensor(self._sizes)
-        self._sizes_work = dist.all_to_all_single(self._in_sizes, out_sizes, group=groups[0], async_op=True)
+        self._sizes_work = groups[0].alltoall_base(self._in_sizes, out_sizes, [], [])
 
     def ready(self) -> bool:
         if self._bytes is None:
@@ -94,6 +93,4 @@ class _GlooArrival(Arrival):
     def _start(self) -> None:
         sizes = self._in_sizes.tolist()
         self._received = torch.empty(sum(sizes), dtype=torch.uint8)
-        self._bytes = dist.all_to_all_single(
-            self._received, self._out, sizes, self._sizes, group=self._group, async_op=True
-        )
+        self._bytes = self._group.alltoall_base(self._received, self._out, sizes, self._sizes)

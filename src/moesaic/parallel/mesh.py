@@ -5,8 +5,9 @@ A mesh is never edited: when a rank is lost or joins, a new one with the next ep
 
 from __future__ import annotations
 
+import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,7 @@ class Identity:
     checkpoint: str
     numerics: str
     backend: str
+    layout: str = ""  # and which rank holds which experts
 
     def differences(self, other: Identity) -> list[str]:
         """Each field that differs, with both values."""
@@ -39,15 +41,17 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Mesh:
-    """Ranks 0 to num_ranks - 1 over one store.
+    """Ranks 0 to num_ranks - 1 over one store; `address` is where the others reach this one.
 
-    Owns:    the process group; `close` ends it.
+    Owns:    its groups, until `close`. Nothing of it is global: a process may be in several meshes.
     """
 
     rank: int
     num_ranks: int
     epoch: int
     store: dist.Store
+    address: str
+    timeout_s: float
     _groups: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -57,27 +61,36 @@ class Mesh:
         rank: int,
         num_ranks: int,
         store: dist.Store,
+        address: str = "127.0.0.1",
         epoch: int = 0,
         timeout_s: float = START_TIMEOUT_S,
     ) -> Mesh:
-        """Meet all other ranks; gloo for tensors on the CPU.
+        """Meet all other ranks.
 
         Raises: ConfigError for a rank beyond num_ranks; PeerLost naming a rank that did not come.
         """
         if not 0 <= rank < num_ranks:
             raise ConfigError(f"rank must be in 0 to {num_ranks - 1}, got {rank}")
         prefixed = dist.PrefixStore(f"epoch{epoch}", store)
-        mesh = cls(rank=rank, num_ranks=num_ranks, epoch=epoch, store=prefixed)
-        mesh.meet("join", timeout_s)
-        dist.init_process_group(
-            "gloo", store=prefixed, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
+        mesh = cls(
+            rank=rank, num_ranks=num_ranks, epoch=epoch, store=prefixed, address=address, timeout_s=timeout_s
         )
+        mesh.meet("join", timeout_s)
         return mesh
 
     def group(self, name: str) -> Any:
-        """The group of all ranks for one use; made on first use, in the same order everywhere."""
+        """The group of all ranks for one use, gloo for tensors on the CPU; made on first use.
+
+        Its sockets are at `address`: by itself gloo would take what the host's name stands for, which need
+        not be the network that the ranks share.
+        """
         if name not in self._groups:
-            self._groups[name] = dist.new_group(backend="gloo")
+            gloo: Any = dist.ProcessGroupGloo  # torch's stubs know little of it
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=self.address)]
+            options._timeout = timedelta(seconds=self.timeout_s)
+            store = dist.PrefixStore(f"group {name}", self.store)
+            self._groups[name] = gloo(store, self.rank, self.num_ranks, options)
         return self._groups[name]
 
     def agree(self, mine: Identity) -> None:
@@ -85,8 +98,8 @@ class Mesh:
 
         Raises: ConfigError naming two ranks and what differs between them.
         """
-        everyone: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(everyone, mine, group=self.group("control"))
+        told = self.meet("agree", self.timeout_s, json.dumps(asdict(mine)))
+        everyone = [Identity(**json.loads(one)) for one in told]
         for rank, other in enumerate(everyone):
             if differences := everyone[0].differences(other):
                 raise ConfigError(
@@ -106,18 +119,20 @@ class Mesh:
 
     def close(self) -> None:
         """Leave; others are not waited for."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        for group in self._groups.values():
+            group.shutdown()
+        self._groups.clear()
 
-    def meet(self, what: str, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Return when all ranks have called this.
+    def meet(self, what: str, timeout_s: float = START_TIMEOUT_S, word: str = "here") -> list[str]:
+        """Return when all ranks have called this, with the word of each.
 
         Raises: PeerLost naming the lowest rank that has not within `timeout_s`.
         """
-        self.store.set(f"{what}/{self.rank}", "here")
+        self.store.set(f"{what}/{self.rank}", word)
         end_s = time.monotonic() + timeout_s
         for rank in range(self.num_ranks):
             while not self.store.check([f"{what}/{rank}"]):
                 if time.monotonic() > end_s:
                     raise PeerLost(rank=rank, layer_idx=-1, stage="join", seconds=timeout_s)
                 time.sleep(_POLL_S)
+        return [self.store.get(f"{what}/{rank}").decode() for rank in range(self.num_ranks)]

@@ -40,7 +40,7 @@ class RankLane:
 
     @property
     def counts(self) -> MoeCounts:
-        """Calls, jobs that this rank's experts did, and bytes of weights: a slot that is opened twice twice."""
+        """Calls, jobs of this rank's experts, and bytes of weights, once for each time a slot was opened."""
         launches, jobs, weight_bytes = self._native.counts()
         return MoeCounts(launches=launches, jobs=jobs, weight_bytes=weight_bytes)
 
