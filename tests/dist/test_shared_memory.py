@@ -176,7 +176,7 @@ def test_inboxes_are_as_large_as_the_largest_message_and_no_larger(dtype: DType,
     some_J, rows_RD = torch.arange(jobs), model.x_TD[:rows]
     given = Jobs(
         row_J=some_J // num_choices, slot_J=some_J, choice_J=some_J % num_choices,
-        weight_J=torch.rand(jobs), rows_RD=rows_RD,
+        weight_J=torch.rand(jobs), rows_RB=rows_RD.contiguous().view(torch.uint8),
     )  # fmt: skip
     (sent,) = pack_jobs(tag, given, sort_jobs(torch.zeros_like(some_J), given.row_J, 1, rows))
     choices, subtrees = (largest_messages(spec, model.numerics, how, rows) for how in ("choices", "subtrees"))

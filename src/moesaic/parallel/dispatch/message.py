@@ -20,7 +20,7 @@ from moesaic.errors import ConfigError
 from moesaic.experts.contract import Tag
 from moesaic.parallel.tree import Subtrees
 from moesaic.spec.model import MoeSpec
-from moesaic.spec.numerics import DTYPE_BYTES, Numerics
+from moesaic.spec.numerics import DTYPE_BYTES, Numerics, wire_row_bytes
 
 Returns = Literal["choices", "subtrees"]
 HEAD = 8  # int32 in front of every message: the tag's six, then counts
@@ -113,7 +113,7 @@ def largest_messages(spec: MoeSpec, numerics: Numerics, returns: Returns, num_to
     Units:   `num_tokens` is the largest batch of a rank.
     """
     choices = num_tokens * spec.experts_per_token
-    sent = num_tokens * spec.row_width * DTYPE_BYTES[numerics.wire_format] + 16 * choices
+    sent = num_tokens * wire_row_bytes(numerics.wire_format, spec.row_width) + 16 * choices
     if numerics.combine == "tree" and returns == "choices":
         back = choices * spec.row_width * DTYPE_BYTES[numerics.seam_dtype]
     else:
