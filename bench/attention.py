@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
@@ -154,16 +157,28 @@ def measure(
         rates.append(BUFFER_BYTES / (time.perf_counter() - began_s))
         for name, (calls, _) in ways.items():
             times[name].append(seconds(calls))
-    found: dict[str, Any] = {"read_gb_per_s": median(rates) / 1e9, "ways": {}}
+    found: dict[str, Any] = {"read_gb_per_s": spread([rate / 1e9 for rate in rates]), "ways": {}}
     for name, of_rounds in times.items():
-        found["ways"][name] = {
-            "us_median": 1e6 * median(of_rounds),
-            "us_min": 1e6 * min(of_rounds),
-            "us_max": 1e6 * max(of_rounds),
-        }
+        found["ways"][name] = {"us": spread([1e6 * second for second in of_rounds])}
         if count == 1:
-            found["ways"][name]["kv_gb_per_s"] = ways[name][1] / median(of_rounds) / 1e9
+            found["ways"][name]["kv_gb_per_s"] = spread(
+                [ways[name][1] / second / 1e9 for second in of_rounds]
+            )
     return found
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and range of samples."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def rows_of(what: str, found: dict[str, Any]) -> list[list[Any]]:
+    """A row of the table for each way of a case."""
+    read = found["read_gb_per_s"]
+    return [
+        [what, way, of_way["us"], *((of_way["kv_gb_per_s"], read) if "kv_gb_per_s" in of_way else ("", ""))]
+        for way, of_way in found["ways"].items()
+    ]
 
 
 def main() -> None:
@@ -179,25 +194,30 @@ def main() -> None:
     parser.add_argument("--skip", nargs="*", choices=["reference", "torch"], default=[])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    load, cases = load_average(), {}
+    load, rows = load_average(), []
     steps = [(context, 1) for context in arguments.contexts]
     steps += [(arguments.prefill, arguments.prefill)] if arguments.prefill else []
     for name in arguments.shapes:
         for context, count in steps:
             what = f"{name} {'prefill' if count > 1 else 'decode'} {context}"
-            cases[what] = found = measure(SHAPES[name], arguments.formats, context, count, arguments)
-            if arguments.json:
-                continue
-            print(f"{what}   (memory is read at {found['read_gb_per_s']:.1f} GB/s)")
-            for way, of_way in found["ways"].items():
-                rate = f"  {of_way['kv_gb_per_s']:6.1f} GB/s" if "kv_gb_per_s" in of_way else ""
-                line = (
-                    f"{of_way['us_median']:10.0f} us [{of_way['us_min']:.0f} .. {of_way['us_max']:.0f}]{rate}"
-                )
-                print(f"  {way:12s}{line}")
+            found = rows_of(what, measure(SHAPES[name], arguments.formats, context, count, arguments))
+            rows += found
+            for _, way, *cells in () if arguments.json else found:
+                texts = (f"{c['median']:10.1f} [{c['min']:.1f} .. {c['max']:.1f}]" for c in cells if c)
+                print(f"{what:24s} {way:12s}{'  '.join(texts)}")
     if arguments.json:
-        about = {"backend": arguments.backend, "threads": arguments.threads, "load_before": load}
-        print(json.dumps({"cases": cases, **about, **describe_machine(), **describe_versions()}, indent=2))
+        told = {
+            "title": f"Attention alone, {arguments.threads} threads",
+            "kind": "rows",
+            "command": shlex.join(["python", "bench/attention.py", *sys.argv[1:]]),
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+            "notes": [f"Backend {arguments.backend}; load before {load:.1f}."],
+            "columns": ["case", "way", "us a call", "GB/s of KV", "GB/s read"],
+            "rows": rows,
+        }
+        print(json.dumps(told, indent=2))
 
 
 if __name__ == "__main__":

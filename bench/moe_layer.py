@@ -4,6 +4,8 @@ Weights of several layers, more than any cache holds, lie in huge pages and take
 other random choices. Bytes are those of the distinct experts of a call, as the kernels count them. Between
 the calls the same buffer is read from end to end by the same threads: that is the bandwidth of this run.
 
+With --neighbour every run is done twice, alone and beside one other process in a compute loop.
+
     python bench/moe_layer.py --threads 2
     python bench/moe_layer.py --shape qwen3 --format bfloat16 --batch 1 --json
 """
@@ -12,10 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +48,15 @@ SHAPES = {  # experts, chosen, hidden, expert width
     "olmoe": (64, 8, 2048, 1024),
     "qwen3": (128, 8, 2048, 768),
 }
+COLUMNS = (
+    "shape",
+    "format",
+    "batch",
+    "us a layer",
+    "GB/s of weights",
+    "GB/s read",
+    "% of the read bandwidth",
+)
 LEAST_BYTES = 512 * 2**20  # of all layers: sixteen times the last-level cache of this machine
 
 
@@ -83,47 +101,81 @@ def make_layers(
     )
 
 
-def measure(shape: str, format: str, batch: int, level: str, num_threads: int, num_runs: int) -> dict:
-    """Seconds of a layer and of a pass over all bytes, each the median of runs in turn."""
+class Neighbour:
+    """Another process in a compute loop, which runs only inside `at_work`."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        self._process.send_signal(signal.SIGSTOP)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Let it compute."""
+        self._process.send_signal(signal.SIGCONT)
+        time.sleep(0.05)  # it has a core by then
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def end(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def measure(
+    shape: str,
+    format: str,
+    batch: int,
+    level: str,
+    num_threads: int,
+    num_runs: int,
+    neighbour: Neighbour | None,
+) -> dict[str, Any]:
+    """Seconds of a layer and of a pass over all bytes, by runs in turn."""
     spec = spec_of(shape)
     ops = choose(preset("portable", dtype="bfloat16", backend=f"native/{level}"), num_threads=num_threads)
     assert isinstance(ops, NativeOps)
     layers, buffer, why_not = make_layers(spec, format, ops, num_threads)
     read, _ = reader(buffer, num_threads)
     generator = torch.Generator().manual_seed(1)
-    seconds, rates, read_rates = [], [], []
     calls = max(len(layers), 8)
-    for run in range(num_runs + 1):
+    found: dict[str, list[float]] = {name: [] for name in ("us", "rate", "read_rate", "share", "slower")}
+
+    def run() -> float:
+        for at, (x, experts, weights) in enumerate(inputs):
+            layers[at % len(layers)](x, experts, weights)
+        return time.perf_counter()
+
+    for repetition in range(num_runs + 1):
         inputs = []
         for _ in range(calls):
             scores = torch.rand((batch, spec.num_experts), generator=generator)
             experts = scores.topk(spec.experts_per_token, dim=-1).indices.sort(dim=-1).values
             x = torch.randn((batch, spec.row_width), generator=generator).to(torch.bfloat16)
             inputs.append((x, experts, torch.rand(experts.shape, generator=generator)))
-        before = ops.moe_counts.weight_bytes
-        start = time.perf_counter()
-        for at, (x, experts, weights) in enumerate(inputs):
-            layers[at % len(layers)](x, experts, weights)
-        took = time.perf_counter() - start
-        read_s = read()
-        if run:  # the first warms up
-            seconds.append(took / calls)
-            rates.append((ops.moe_counts.weight_bytes - before) / took)
-            read_rates.append(buffer.nbytes / read_s)
-    return {
-        "shape": shape,
-        "format": format,
-        "batch": batch,
-        "threads": num_threads,
-        "level": level,
-        "layer_ms": 1e3 * median(seconds),
-        "least_layer_ms": 1e3 * min(seconds),
-        "bytes_per_s": median(rates),
-        "read_bytes_per_s": median(read_rates),
-        "share": median(rate / read for rate, read in zip(rates, read_rates, strict=True)),
-        "best_share": max(rates) / max(read_rates),
-        "huge_pages": why_not is None,
-    }
+        before, start_s = ops.moe_counts.weight_bytes, time.perf_counter()
+        took_s = run() - start_s
+        rate = (ops.moe_counts.weight_bytes - before) / took_s
+        read_rate = buffer.nbytes / read()
+        if neighbour is not None:
+            with neighbour.at_work():
+                start_s = time.perf_counter()
+                slower = (run() - start_s) / took_s
+        if repetition:  # the first warms up
+            found["us"].append(1e6 * took_s / calls)
+            found["rate"].append(rate / 1e9)
+            found["read_rate"].append(read_rate / 1e9)
+            found["share"].append(100 * rate / read_rate)
+            if neighbour is not None:
+                found["slower"].append(slower)
+    return {"shape": shape, "format": format, "batch": batch, "huge_pages": why_not is None, **found}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and range of samples."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
 
 
 def measure_python(level: str) -> float:
@@ -165,31 +217,50 @@ def main() -> None:
     parser.add_argument("--level", default=native.levels()[-1], choices=native.levels())
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--neighbour", action="store_true", help="also beside another process that computes")
+    parser.add_argument("--json", action="store_true", help="as scripts/performance.py reads it")
     args = parser.parse_args()
     shapes = list(SHAPES) if args.shape == "all" else [args.shape]
-    results = [
-        measure(shape, format, batch, args.level, args.threads, args.runs)
-        for shape in shapes
-        for format in args.format or ["int4-g32", "int8-g32", "bfloat16"]
-        for batch in args.batch or [1, 4, 16]
+    load, neighbour = load_average(), Neighbour() if args.neighbour else None
+    try:
+        results = [
+            measure(shape, format, batch, args.level, args.threads, args.runs, neighbour)
+            for shape in shapes
+            for format in args.format or ["int4-g32", "int8-g32", "bfloat16"]
+            for batch in args.batch or [1, 4, 16]
+        ]
+    finally:
+        if neighbour is not None:
+            neighbour.end()
+    figures = ["us", "rate", "read_rate", "share", *(["slower"] if args.neighbour else [])]
+    columns = [*COLUMNS, *(["times slower beside a neighbour"] if args.neighbour else [])]
+    rows = [
+        [one["shape"], one["format"], one["batch"], *(spread(one[name]) for name in figures)]
+        for one in results
     ]
-    machine, versions, load = describe_machine(), describe_versions(), load_average()
-    python_us = measure_python(args.level)
+    told = {
+        "title": f"The routed experts of one layer, {args.threads} threads",
+        "kind": "rows",
+        "command": shlex.join(["python", "bench/moe_layer.py", *sys.argv[1:]]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "notes": [
+            f"Level {args.level}; load before {load:.1f}.",
+            f"Python of a forward at batch 1, its driver counted: {measure_python(args.level):.1f} us.",
+            *(() if all(one["huge_pages"] for one in results) else ("Pages were not huge.",)),
+        ],
+        "columns": columns,
+        "rows": rows,
+    }
     if args.json:
-        told = {"machine": machine, "versions": versions, "load": load, "python_us": python_us}
-        json.dump(told | {"results": results}, sys.stdout)
+        json.dump(told, sys.stdout, indent=2)
         return
-    print(f"{machine}; {versions}; load {load:.1f}")
-    print(f"Python of a layer's forward at batch 1, its driver counted: {python_us:.1f} us")
-    print("shape  format      batch  ms/layer (least)   GB/s of weights   GB/s read   share (best)")
-    for one in results:
-        print(
-            f"{one['shape']:6} {one['format']:10} {one['batch']:6} {one['layer_ms']:9.3f} "
-            f"({one['least_layer_ms']:.3f}) {one['bytes_per_s'] / 1e9:15.1f} "
-            f"{one['read_bytes_per_s'] / 1e9:12.1f} {one['share']:9.2f} ({one['best_share']:.2f})"
-            + ("" if one["huge_pages"] else "  no huge pages")
-        )
+    print(f"{told['machine']}; {told['versions']}\n{' '.join(told['notes'])}")
+    print("; ".join(columns))
+    for shape, format, batch, *spreads in rows:
+        cells = (f"{one['median']:9.2f} [{one['min']:.2f} .. {one['max']:.2f}]" for one in spreads)
+        print(f"{shape:6} {format:10} {batch:3}  {'  '.join(cells)}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from moesaic.errors import UnsupportedModelError
 from moesaic.kernels.kv_view import KvPlaces, KvRow, KvView
+from moesaic.kernels.native.gqa import GqaLayer
+from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.ops import Ops
 from moesaic.kernels.panel import Weight
 from moesaic.layers.linear import WeightSet
@@ -19,7 +21,7 @@ from moesaic.layers.temperature import Temperature
 from moesaic.spec.model import GqaSpec, MlaSpec
 from moesaic.steps import Steps
 
-__all__ = ["Attend", "GqaAttention", "KvPlaces", "KvRow", "KvView", "NewKv", "PagedAttend"]
+__all__ = ["Attend", "FusedGqa", "GqaAttention", "KvPlaces", "KvRow", "KvView", "NewKv", "PagedAttend"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,7 +69,7 @@ class PagedAttend(Attend):
         self._softmax_scale = softmax_scale
         self._window = window
         self._is_chunked = is_chunked
-        self._sinks_H = None if sinks_H is None else sinks_H.float()
+        self.sinks_H = None if sinks_H is None else sinks_H.float()
         self._value_width = value_width
 
     @classmethod
@@ -99,7 +101,7 @@ class PagedAttend(Attend):
             softmax_scale=self._softmax_scale,
             window=self._window,
             is_chunked=self._is_chunked,
-            sinks_H=self._sinks_H,
+            sinks_H=self.sinks_H,
             value_width=self._value_width,
         )
 
@@ -183,6 +185,38 @@ class GqaAttention:
             out_TF = (out_TF.float() * self._ops.sigmoid(gate_TF)).to(out_TF.dtype)
         return self._o(out_TF)
 
+    def fused(self, layer_idx: int, norm: RmsNorm) -> FusedGqa | None:
+        """This and the norm before it as one call; None where the layer has what such a call does not do.
+
+        Raises: ConfigError as `NativeOps.gqa_layer`.
+        """
+        spec, ops, attend = self._spec, self._ops, self._attend
+        maps = {"q": self._q, "k": self._k, "v": self._v, "o": self._o}
+        weights = {
+            name: linear.weight_FD
+            for name, linear in maps.items()
+            if linear is not None and linear.bias_F is None
+        }
+        is_plain = len(weights) == len(maps) and spec.qk_norm != "l2" and spec.qkv_clip is None
+        is_plain &= not (spec.has_output_gate or spec.has_value_norm or spec.temperature is not None)
+        if not (is_plain and isinstance(ops, NativeOps) and isinstance(attend, PagedAttend)):
+            return None
+        norms = {"norm": norm, "q": self._q_norm, "k": self._k_norm}
+        layer = ops.gqa_layer(
+            layer_idx,
+            spec,
+            weights,
+            {
+                name: one.weight_D
+                for name, one in norms.items()
+                if one is not None and one.weight_D is not None
+            },
+            norm_eps=norm.eps,
+            head_norm_eps=norm.eps if self._q_norm is None else self._q_norm.eps,
+            sinks_H=attend.sinks_H,
+        )
+        return FusedGqa(layer, self._rope)
+
     def _heads(self, x_TF: Tensor, norm: RmsNorm | None, num_heads: int) -> Tensor:
         """A projection as heads [T, H, C], normed over all heads or each, then clipped.
 
@@ -195,6 +229,20 @@ class GqaAttention:
             x_THC = norm(x_THC)
         clip = self._spec.qkv_clip
         return x_THC if clip is None else x_THC.clamp(min=-clip, max=clip)
+
+
+class FusedGqa:
+    """x + attention(norm(x)) in one native call: bit for bit what its parts give one after the other."""
+
+    def __init__(self, layer: GqaLayer, rope: RopeTable | None) -> None:
+        self._layer = layer
+        self._rope = rope
+
+    def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView) -> Steps[Tensor]:
+        """The residual stream after it, in the seam dtype; never waits."""
+        yield from ()
+        cos_TC, sin_TC = (None, None) if self._rope is None else self._rope.at(positions_T)
+        return self._layer(x_TD, cos_TC, sin_TC, view)
 
 
 def _check(spec: GqaSpec) -> None:

@@ -22,7 +22,7 @@ from moesaic.hashing import digest
 from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.ops import Ops, choose, default_backend
-from moesaic.layers.attention import GqaAttention, PagedAttend
+from moesaic.layers.attention import FusedGqa, GqaAttention, PagedAttend
 from moesaic.layers.delta import GatedDelta
 from moesaic.layers.mla import MlaAttention
 from moesaic.layers.norm import LayerNorm, RmsNorm
@@ -287,11 +287,14 @@ class _Parts:
         norms, scale = self.weights.floats(layer_idx, "norm"), self.spec.residual_scale
         mixer, ffn = None, None
         if layer.mixer is not None:
-            mixer = MixerHalf(
-                norm=self.norm(norms, "mixer"),
-                mixer=self.mixer(layer_idx, layer.mixer),
-                out_norm=self.norm(norms, "mixer_out") if layer.has_out_norms else None,
-                scale=scale,
+            mixer = self.fused(
+                layer_idx,
+                MixerHalf(
+                    norm=self.norm(norms, "mixer"),
+                    mixer=self.mixer(layer_idx, layer.mixer),
+                    out_norm=self.norm(norms, "mixer_out") if layer.has_out_norms else None,
+                    scale=scale,
+                ),
             )
         if layer.ffn is not None:
             has_own_norms = isinstance(layer.ffn, MoeSpec) and layer.ffn.has_branch_norms
@@ -328,6 +331,13 @@ class _Parts:
         attend = PagedAttend.of(mixer, self.ops, sinks_H)
         rope = None if mixer.rope is None else self.rope(mixer.rope)
         return GqaAttention(mixer, weights, self.ops, rope, attend, norm_eps=self.spec.norm_eps)
+
+    def fused(self, layer_idx: int, half: MixerHalf) -> MixerHalf | FusedGqa:
+        """In one call where one rank has the layer and kernels can; else part by part, with the same bits."""
+        is_plain = half.out_norm is None and half.scale == 1.0 and isinstance(self.dispatcher, Local)
+        if is_plain and isinstance(half.mixer, GqaAttention) and isinstance(half.norm, RmsNorm):
+            return half.mixer.fused(layer_idx, half.norm) or half
+        return half
 
     def rope(self, spec: RopeSpec) -> RopeTable:
         """The table of a spec, shared by all layers that have it."""

@@ -12,6 +12,7 @@ from moesaic.experts.contract import Tag
 from moesaic.kernels.ops import Ops
 from moesaic.kernels.panel import Weight
 from moesaic.kv.pool import BatchLayout, KvPool
+from moesaic.layers.attention import FusedGqa
 from moesaic.models.moe_block import Dense, MoeBlock, Norm, Observe
 from moesaic.steps import Steps
 
@@ -67,7 +68,7 @@ class FfnHalf:
 class DecoderLayer:
     """One layer; a half that is None is left out, and `scale` [1] multiplies what comes out."""
 
-    mixer: MixerHalf | None
+    mixer: MixerHalf | FusedGqa | None
     ffn: FfnHalf | None
     scale: Tensor | None = None
 

@@ -123,3 +123,21 @@ def _tables(places: KvPlaces) -> tuple[array[int], array[int]]:
             ids.extend(row.blocks)
         found = places.plans[_tables] = (rows, ids)
     return found
+
+
+def pointers(places: KvPlaces) -> tuple[int, ...]:
+    """Slots, blocks that begin, sequences and ids, an address and a count each; made at first use."""
+    found = places.plans.get(pointers)
+    if found is None:
+        rows, ids = _tables(places)
+        found = places.plans[pointers] = (
+            places.slot_T.data_ptr(),
+            places.slot_T.shape[0],
+            places.fresh_blocks.data_ptr(),
+            places.fresh_blocks.shape[0],
+            rows.buffer_info()[0],
+            len(rows) // ROW_NUMBERS,
+            ids.buffer_info()[0],
+            len(ids),
+        )
+    return found

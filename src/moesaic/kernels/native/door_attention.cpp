@@ -18,6 +18,7 @@ constexpr int64_t kMostRows = 60;           // of a tile: whole register tiles, 
 constexpr int64_t kTileFloats = 12 * 1024;  // guess: values of a tile's rows, which stay in a cache beside the block
 constexpr int64_t kSplitPositions = 256;    // guess: a row that sees more may be split over threads by lanes
 constexpr int64_t kSmallWork = 128 * 1024;  // guess: products that one thread has done before another wakes
+constexpr int64_t kWrittenNumbers = 32 * 1024;  // guess: of a task that writes to a pool, some 10 us
 
 // One sequence of a step: tokens [first_token, first_token + num_tokens) at positions from start_idx on, with the ids
 // of its blocks at `first_block` of all tables.
@@ -58,7 +59,7 @@ int64_t blocks_of(const char* name, int64_t num_bytes, int64_t block_bytes) {
   return num_bytes / block_bytes;
 }
 
-void check(const Attention& call, int64_t num_tokens, int64_t q_numbers, int64_t y_numbers) {
+void check(const Attention& call, int64_t num_tokens) {
   check_range("tokens", num_tokens, 0, INT32_MAX);
   check_range("heads", call.heads, 1, 1 << 16);
   check_range("groups", call.groups, 1, call.heads);
@@ -72,6 +73,11 @@ void check(const Attention& call, int64_t num_tokens, int64_t q_numbers, int64_t
   if (!is_power_of_two(call.kv_block) || !is_power_of_two(call.lanes))
     fail("kv_block and kv_lanes must be powers of two, got " + text(call.kv_block) + " and " + text(call.lanes));
   check_range("the window", call.window, 0, INT32_MAX);
+  if (num_tokens > 0 && (call.q == nullptr || call.y == nullptr || call.keys == nullptr || call.values == nullptr))
+    fail("a tensor has no storage");
+}
+
+void check_numbers(const Attention& call, int64_t num_tokens, int64_t q_numbers, int64_t y_numbers) {
   const int64_t rows = num_tokens * call.heads;
   if (q_numbers != rows * call.key_width)
     fail("queries have " + text(q_numbers) + " numbers, [" + text(num_tokens) + ", " + text(call.heads) + ", " +
@@ -79,8 +85,6 @@ void check(const Attention& call, int64_t num_tokens, int64_t q_numbers, int64_t
   if (y_numbers != rows * call.value_width)
     fail("the result has " + text(y_numbers) + " numbers, [" + text(num_tokens) + ", " + text(call.heads) + ", " +
          text(call.value_width) + "] needs " + text(rows * call.value_width));
-  if (rows > 0 && (call.q == nullptr || call.y == nullptr || call.keys == nullptr || call.values == nullptr))
-    fail("a tensor has no storage");
 }
 
 // The blocks that a sequence's tokens see must be there.
@@ -151,10 +155,22 @@ void join_task(void* context, int64_t task) {
                          job.nodes + task * job.lanes * job.stride, job.stride, is_there);
 }
 
+struct WriteJob {
+  const LevelTable* table;
+  const KvWrite* call;
+  int64_t size;
+};
+
+void write_task(void* context, int64_t task) {
+  const WriteJob& job = *static_cast<WriteJob*>(context);
+  job.table->write_kv(*job.call, task * job.size, std::min((task + 1) * job.size, job.call->tokens),
+                      floats_of_thread(static_cast<size_t>(job.call->width)));
+}
+
 // Over threads, or at once where waking them costs more.
-void run(Kernels& kernels, bool is_small, int64_t num_tasks, Team::Task task, Job& job) {
-  if (!is_small) return kernels.team.run(num_tasks, task, &job);
-  for (int64_t i = 0; i < num_tasks; ++i) task(&job, i);
+void run(Kernels& kernels, bool is_small, int64_t num_tasks, Team::Task task, void* job) {
+  if (!is_small) return kernels.team.run(num_tasks, task, job);
+  for (int64_t i = 0; i < num_tasks; ++i) task(job, i);
 }
 
 void attention(Kernels& kernels, uintptr_t q, int64_t q_numbers, uintptr_t keys, int64_t key_bytes, uintptr_t values,
@@ -169,42 +185,9 @@ void attention(Kernels& kernels, uintptr_t q, int64_t q_numbers, uintptr_t keys,
                        reinterpret_cast<void*>(y),
                        heads, groups, key_width, value_width, value_row_width, kv_block, kv_lanes, window,
                        is_chunked, scale, is_bfloat16 ? Kind::kBfloat16 : Kind::kFloat32, pool_kind(kind)};
-  check(call, num_tokens, q_numbers, y_numbers);
-  check_range("sequences", num_rows, 0, num_tokens);
-  check_range("block ids", num_ids, 0, INT32_MAX);
-  if (num_tokens == 0) return;
-  const Row* all = reinterpret_cast<const Row*>(rows);
-  const int32_t* ids = reinterpret_cast<const int32_t*>(tables);
-  if (all == nullptr || ids == nullptr) fail("a table has no storage");
-  const int64_t num_blocks = std::min(blocks_of("the key pool", key_bytes, groups * kv_block * call.key_bytes()),
-                                      blocks_of("the value pool", value_bytes, groups * kv_block * call.value_bytes()));
-  int64_t next_token = 0, longest = 0;
-  for (int64_t i = 0; i < num_rows; ++i) {
-    check_row(call, all[i], next_token, num_tokens, num_ids, ids, num_blocks);
-    next_token += all[i].num_tokens;
-    longest = std::max(longest, all[i].start_idx + 1 - call.oldest(all[i].start_idx));
-  }
-  if (next_token != num_tokens) fail(text(num_tokens) + " tokens, sequences of " + text(next_token) + " in all");
-  std::lock_guard<std::mutex> turn(kernels.turn);
-  const std::vector<AttentionTile> tiles = cut(call, all, num_rows, ids);
-  int64_t most_rows = 0, work = 0;
-  for (const AttentionTile& tile : tiles) {
-    const int64_t first = call.oldest(tile.first_position);
-    most_rows = std::max(most_rows, tile.rows());
-    work += tile.rows() * (tile.first_position + tile.positions - first) * (key_width + value_width) * groups;
-  }
-  const bool is_small = work < kSmallWork || kernels.team.num_threads() == 1;
-  const int64_t num_tasks = static_cast<int64_t>(tiles.size()) * groups;
-  Job job{kernels.table, &call, &tiles, 1, 0, nullptr, nullptr};
-  if (is_small || kv_lanes == 1 || num_tasks >= 4 * kernels.team.num_threads() || longest <= kSplitPositions)
-    return run(kernels, is_small, num_tasks, attend_task, job);
-  job.lanes = kv_lanes;
-  job.stride = static_cast<int64_t>(kernels.table->node_floats(call, most_rows));
-  job.nodes = kernels.scratch_of(static_cast<size_t>(num_tasks * job.lanes * job.stride));
-  std::vector<char> is_there(static_cast<size_t>(num_tasks * job.lanes));
-  job.is_there = is_there.data();
-  run(kernels, false, num_tasks * job.lanes, lane_task, job);
-  run(kernels, false, num_tasks, join_task, job);
+  check(call, num_tokens);
+  check_numbers(call, num_tokens, q_numbers, y_numbers);
+  run_attention(kernels, call, key_bytes, value_bytes, {rows, num_rows, tables, num_ids, num_tokens, 0, 0});
 }
 
 void write_kv(Kernels& kernels, uintptr_t x, int64_t x_numbers, uintptr_t pool, int64_t pool_bytes, uintptr_t slots,
@@ -216,27 +199,74 @@ void write_kv(Kernels& kernels, uintptr_t x, int64_t x_numbers, uintptr_t pool, 
                      num_tokens, groups, width, kv_block,
                      is_bfloat16 ? Kind::kBfloat16 : Kind::kFloat32, pool_kind(kind)};
   check_range("tokens", num_tokens, 0, INT32_MAX);
-  check_range("fresh blocks", num_fresh, 0, num_tokens);
   check_range("groups", groups, 1, 1 << 16);
   check_range("the width", width, 1, 1 << 14);
   check_range("kv_block", kv_block, 1, 1 << 12);
   if (x_numbers != num_tokens * groups * width)
     fail("new rows have " + text(x_numbers) + " numbers, [" + text(num_tokens) + ", " + text(groups) + ", " +
          text(width) + "] needs " + text(num_tokens * groups * width));
-  const int64_t block_bytes = groups * kv_block * kv_row_bytes(call.pool_kind, width);
-  const int64_t num_blocks = blocks_of("the pool", pool_bytes, block_bytes);
-  if (num_tokens == 0) return;
-  const int64_t* cleared = reinterpret_cast<const int64_t*>(fresh);
-  if (call.x == nullptr || call.pool == nullptr || call.slots == nullptr || (num_fresh > 0 && cleared == nullptr))
-    fail("a tensor has no storage");
-  for (int64_t i = 0; i < num_tokens; ++i) check_range("a slot", call.slots[i], 0, num_blocks * kv_block - 1);
-  for (int64_t i = 0; i < num_fresh; ++i) check_range("a fresh block", cleared[i], 0, num_blocks - 1);
-  for (int64_t i = 0; i < num_fresh; ++i)
-    std::memset(call.pool + cleared[i] * block_bytes, 0, static_cast<size_t>(block_bytes));
-  kernels.table->write_kv(call, 0, num_tokens, floats_of_thread(static_cast<size_t>(width)));
+  run_kv_write(kernels, call, pool_bytes, {0, 0, 0, 0, num_tokens, fresh, num_fresh});
 }
 
 }  // namespace
+
+void run_attention(Kernels& kernels, const Attention& call, int64_t key_bytes, int64_t value_bytes,
+                   const KvStep& step) {
+  const int64_t num_tokens = step.num_tokens, groups = call.groups;
+  check_range("sequences", step.num_rows, 0, num_tokens);
+  check_range("block ids", step.num_ids, 0, INT32_MAX);
+  if (num_tokens == 0) return;
+  const Row* all = reinterpret_cast<const Row*>(step.rows);
+  const int32_t* ids = reinterpret_cast<const int32_t*>(step.ids);
+  if (all == nullptr || ids == nullptr) fail("a table has no storage");
+  const int64_t in_block = groups * call.kv_block;
+  const int64_t num_blocks = std::min(blocks_of("the key pool", key_bytes, in_block * call.key_bytes()),
+                                      blocks_of("the value pool", value_bytes, in_block * call.value_bytes()));
+  int64_t next_token = 0, longest = 0;
+  for (int64_t i = 0; i < step.num_rows; ++i) {
+    check_row(call, all[i], next_token, num_tokens, step.num_ids, ids, num_blocks);
+    next_token += all[i].num_tokens;
+    longest = std::max(longest, all[i].start_idx + 1 - call.oldest(all[i].start_idx));
+  }
+  if (next_token != num_tokens) fail(text(num_tokens) + " tokens, sequences of " + text(next_token) + " in all");
+  std::lock_guard<std::mutex> turn(kernels.turn);
+  const std::vector<AttentionTile> tiles = cut(call, all, step.num_rows, ids);
+  int64_t most_rows = 0, work = 0;
+  for (const AttentionTile& tile : tiles) {
+    const int64_t first = call.oldest(tile.first_position), seen = tile.first_position + tile.positions - first;
+    most_rows = std::max(most_rows, tile.rows());
+    work += tile.rows() * seen * (call.key_width + call.value_width) * groups;
+  }
+  const bool is_small = work < kSmallWork || kernels.team.num_threads() == 1;
+  const int64_t num_tasks = static_cast<int64_t>(tiles.size()) * groups;
+  Job job{kernels.table, &call, &tiles, 1, 0, nullptr, nullptr};
+  if (is_small || call.lanes == 1 || num_tasks >= 4 * kernels.team.num_threads() || longest <= kSplitPositions)
+    return run(kernels, is_small, num_tasks, attend_task, &job);
+  job.lanes = call.lanes;
+  job.stride = static_cast<int64_t>(kernels.table->node_floats(call, most_rows));
+  job.nodes = kernels.scratch_of(static_cast<size_t>(num_tasks * job.lanes * job.stride));
+  std::vector<char> is_there(static_cast<size_t>(num_tasks * job.lanes));
+  job.is_there = is_there.data();
+  run(kernels, false, num_tasks * job.lanes, lane_task, &job);
+  run(kernels, false, num_tasks, join_task, &job);
+}
+
+void run_kv_write(Kernels& kernels, const KvWrite& call, int64_t pool_bytes, const KvStep& step) {
+  check_range("fresh blocks", step.num_fresh, 0, call.tokens);
+  const int64_t block_bytes = call.groups * call.kv_block * kv_row_bytes(call.pool_kind, call.width);
+  const int64_t num_blocks = blocks_of("the pool", pool_bytes, block_bytes);
+  if (call.tokens == 0) return;
+  const int64_t* cleared = reinterpret_cast<const int64_t*>(step.fresh);
+  if (call.x == nullptr || call.pool == nullptr || call.slots == nullptr || (step.num_fresh > 0 && cleared == nullptr))
+    fail("a tensor has no storage");
+  for (int64_t i = 0; i < call.tokens; ++i) check_range("a slot", call.slots[i], 0, num_blocks * call.kv_block - 1);
+  for (int64_t i = 0; i < step.num_fresh; ++i) check_range("a fresh block", cleared[i], 0, num_blocks - 1);
+  for (int64_t i = 0; i < step.num_fresh; ++i)
+    std::memset(call.pool + cleared[i] * block_bytes, 0, static_cast<size_t>(block_bytes));
+  std::lock_guard<std::mutex> turn(kernels.turn);
+  WriteJob job{kernels.table, &call, std::max<int64_t>(1, kWrittenNumbers / (call.groups * call.width))};
+  run(kernels, call.tokens < 2 * job.size, (call.tokens + job.size - 1) / job.size, write_task, &job);
+}
 
 void bind_attention(nb::class_<Kernels>& kernels) {
   kernels

@@ -78,7 +78,7 @@ void norm(Kernels& kernels, uintptr_t x, uintptr_t weight, uintptr_t bias, uintp
                   reinterpret_cast<void*>(y),
                   rows, width, eps, static_cast<NormKind>(kind),
                   kind_of(is_bfloat16), kind_of(is_weight_bfloat16), kind_of(is_bfloat16_out)};
-  share(kernels, call, rows, rows * width, std::max<int64_t>(1, 8192 / width), norm_task);
+  run_norm(kernels, call);
 }
 
 void rotate_task(void* context, int64_t task) {
@@ -102,7 +102,7 @@ void rotate(Kernels& kernels, uintptr_t x, uintptr_t cosines, uintptr_t sines, u
                       reinterpret_cast<const float*>(sines),
                       reinterpret_cast<void*>(y),
                       tokens, heads, width, half, token_stride, head_stride, is_interleaved, kind_of(is_bfloat16)};
-  share(kernels, call, tokens, tokens * heads * width, std::max<int64_t>(1, 8192 / (heads * width)), rotate_task);
+  run_rotation(kernels, call);
 }
 
 void gate_task(void* context, int64_t task) {
@@ -214,6 +214,15 @@ void delta_rule(Kernels& kernels, uintptr_t q, uintptr_t k, uintptr_t v, uintptr
 }
 
 }  // namespace
+
+void run_norm(Kernels& kernels, const Norm& call) {
+  share(kernels, call, call.rows, call.rows * call.width, std::max<int64_t>(1, 8192 / call.width), norm_task);
+}
+
+void run_rotation(Kernels& kernels, const Rotation& call) {
+  const int64_t numbers = call.heads * call.width;
+  share(kernels, call, call.tokens, call.tokens * numbers, std::max<int64_t>(1, 8192 / numbers), rotate_task);
+}
 
 void bind_layers(nb::class_<Kernels>& kernels) {
   kernels

@@ -161,14 +161,19 @@ void make_tasks(MoeRun& run, const MoeLayer& layer) {
   if (run.inner_left.size() < layer.slots.size())
     run.inner_left = std::vector<std::atomic<int32_t>>(layer.slots.size());
   run.rows_left.store(add_tasks(run, Stage::kRows, 0, call.num_rows, kRowUnit));
+  const auto rows_of = [&](int32_t slot) { return run.offsets[slot + 1] - run.offsets[slot]; };
   for (const int32_t slot : run.active) {
     const int64_t bytes = column_bytes(layer.slots[slot].inner) * (layer.is_gated ? 2 : 1);
-    run.inner_left[slot].store(
-        static_cast<int32_t>(add_tasks(run, Stage::kInner, slot, layer.inner_width, tile_of(bytes))));
+    const int64_t tile = tile_of(bytes, task_bytes(rows_of(slot)));
+    run.inner_left[slot].store(static_cast<int32_t>(add_tasks(run, Stage::kInner, slot, layer.inner_width, tile)));
   }
   int64_t num_down = 0;
-  for (const int32_t slot : run.active)
-    num_down += add_tasks(run, Stage::kDown, slot, layer.width, tile_of(column_bytes(layer.slots[slot].down)));
+  for (const int32_t slot : run.active) {
+    // Short at the end, where threads wait for each other.
+    const int64_t most = slot == run.active.back() ? kLastTaskBytes : task_bytes(rows_of(slot));
+    const int64_t tile = tile_of(column_bytes(layer.slots[slot].down), most);
+    num_down += add_tasks(run, Stage::kDown, slot, layer.width, tile);
+  }
   run.down_left.store(num_down);
   const int64_t products = std::max<int64_t>(1, layer.width * layer.num_choices);
   add_tasks(run, Stage::kCombine, 0, call.num_tokens, std::max<int64_t>(1, kCombineNumbers / products));

@@ -338,8 +338,9 @@ void MoeRanks::fill(Group& group) {
     row.rows[form] = rows + job * form_bytes;
     table.moe_rows(row, 0, 1);
   }
-  group.inner_tile = tile_of(column_bytes(expert.inner) * (layer.is_gated ? 2 : 1));
-  group.down_tile = tile_of(column_bytes(expert.down));
+  const int64_t most = task_bytes(num_jobs);
+  group.inner_tile = tile_of(column_bytes(expert.inner) * (layer.is_gated ? 2 : 1), most);
+  group.down_tile = tile_of(column_bytes(expert.down), most);
   group.num_inner = (layer.inner_width + group.inner_tile - 1) / group.inner_tile;
   const int64_t num_down = (layer.width + group.down_tile - 1) / group.down_tile;
   group.inner_left.store(group.num_inner);

@@ -15,8 +15,30 @@
 
 namespace moesaic {
 
-constexpr int64_t kTaskBytes = 64 * 1024;     // guess: weight bytes of a task; fits a second-level cache beside x
+// guess: weight bytes of a task. Few rows pass once, and what is fetched ahead at a task's end is another thread's: few,
+// long tasks, and short ones at the end, where threads wait for each other. More rows pass again and again: a
+// second-level cache must hold a task's weights beside x.
+constexpr int64_t kTaskBytes = 64 * 1024, kLongTaskBytes = 320 * 1024, kLastTaskBytes = 32 * 1024;
+constexpr int64_t kFewRows = 16;              // of x: multiplied at once
 constexpr int64_t kSmallScratch = 32 * 1024;  // numbers of x that one thread prepares faster than two
+
+inline int64_t task_bytes(int64_t num_rows) { return num_rows <= kFewRows ? kLongTaskBytes : kTaskBytes; }
+
+// [0, count) in tasks of `size`, the last quarter in tasks of `last_size`.
+struct Cut {
+  int64_t count, size, num_long, last_size;
+
+  Cut() : Cut(0, 1, 1) {}
+  Cut(int64_t count, int64_t size, int64_t last_size)
+      : count(count), size(size), num_long(last_size < size ? count * 3 / 4 / size : count / size),
+        last_size(last_size < size ? last_size : size) {}
+
+  int64_t num_tasks() const { return num_long + (count - num_long * size + last_size - 1) / last_size; }
+  int64_t first(int64_t task) const {
+    const int64_t at = task <= num_long ? task * size : num_long * size + (task - num_long) * last_size;
+    return at < count ? at : count;
+  }
+};
 
 std::vector<const LevelTable*> levels_here();
 int check_threads(int num_threads);
@@ -54,12 +76,6 @@ class Kernels {
 
   float* scratch_of(size_t num_floats) {
     return reinterpret_cast<float*>(memory_->scratch.of(num_floats * sizeof(float)));
-  }
-
-  // Columns or panels of a task: two tasks a thread, or less where their weights would not stay in a cache.
-  int64_t task_size(int64_t count, int64_t bytes_each) const {
-    const int64_t fair = (count + 2 * team.num_threads() - 1) / (2 * team.num_threads());
-    return std::max<int64_t>(1, std::min(fair, kTaskBytes / std::max<int64_t>(bytes_each, 1)));
   }
 
   MoeRun& moe_run() { return *memory_->moe; }

@@ -26,8 +26,14 @@ inline uint16_t narrow(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Two sums of 16 bits in one word, as rows that meet packed weights have them.
-inline int32_t join_halves(int32_t low, int32_t high) {
+// Whole numbers of -127 to 127 as bytes; returns less 8 times their sum, in two halves: see matrix.hpp.
+inline int32_t store_block(const float* values, int8_t* bytes) {
+  int32_t low = 0, high = 0;
+  for (int i = 0; i < kBlock; i += 4) {
+    for (int k = 0; k < 4; ++k) bytes[i + k] = static_cast<int8_t>(values[i + k]);
+    low -= kMiddle * (bytes[i] + bytes[i + 1]);
+    high -= kMiddle * (bytes[i + 2] + bytes[i + 3]);
+  }
   return static_cast<int32_t>(static_cast<uint32_t>(high) << 16 | (static_cast<uint32_t>(low) & 0xffffu));
 }
 

@@ -38,6 +38,7 @@ NB_MODULE(_native, m) {
   kernels.def(nb::init<const std::string&, int>(), nb::arg("level"), nb::arg("num_threads"));
   moesaic::bind_attention(kernels);
   moesaic::bind_elementwise(kernels);
+  moesaic::bind_gqa(m, kernels);
   moesaic::bind_layers(kernels);
   moesaic::bind_matmul(kernels);
   moesaic::bind_moe(m, kernels);

@@ -27,9 +27,9 @@ struct MoeLayer {
   std::string name() const { return "experts of layer " + std::to_string(layer_idx); }
 };
 
-// Columns of a task of a matmul, by the bytes of one.
-inline int64_t tile_of(int64_t column_bytes) {
-  return std::max<int64_t>(1, kTaskBytes / (kInnerUnit * column_bytes)) * kInnerUnit;
+// Columns of a task of a matmul that reads some `task_bytes`, by the bytes of one.
+inline int64_t tile_of(int64_t column_bytes, int64_t task_bytes) {
+  return std::max<int64_t>(1, task_bytes / (kInnerUnit * column_bytes)) * kInnerUnit;
 }
 
 inline int64_t column_bytes(const Matrix& weight) {

@@ -6,7 +6,7 @@ by its width alone, so nothing of it has to be proved on the machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.kv_view import KvView
 from moesaic.kernels.native import check_level, elementwise, module
 from moesaic.kernels.native.attention import NativeAttention
+from moesaic.kernels.native.gqa import GqaLayer
 from moesaic.kernels.native.layers import L2, LAYER, RMS, NativeLayers
 from moesaic.kernels.native.moe import ExpertTensors, MoeCounts, MoeLayer
 from moesaic.kernels.native.moe_ranks import Counters, RankLane
 from moesaic.kernels.panel import PanelWeight, Weight
 from moesaic.kernels.reference import ReferenceOps
 from moesaic.kernels.state_view import StateView
-from moesaic.spec.model import Activation, GateSpec, MoeSpec
+from moesaic.spec.model import Activation, GateSpec, GqaSpec, MoeSpec
 from moesaic.spec.numerics import Numerics
 
 
@@ -112,6 +113,34 @@ class NativeOps(ReferenceOps):
     ) -> RankLane:
         """The calls of one lane between ranks, on these threads; see `RankLane`."""
         return RankLane(self._compiled, self._kernels, wire, lane, num_results, sent, returned)
+
+    def gqa_layer(
+        self,
+        layer_idx: int,
+        spec: GqaSpec,
+        weights: Mapping[str, Weight],
+        norms: Mapping[str, Tensor],
+        *,
+        norm_eps: float,
+        head_norm_eps: float,
+        sinks_H: Tensor | None,
+    ) -> GqaLayer:
+        """The attention half of a layer as one call.
+
+        Raises: ConfigError as `GqaLayer`.
+        """
+        return GqaLayer(
+            self._compiled,
+            self._kernels,
+            self.numerics,
+            layer_idx,
+            spec,
+            weights,
+            norms,
+            norm_eps=norm_eps,
+            head_norm_eps=head_norm_eps,
+            sinks_H=sinks_H,
+        )
 
     @property
     def moe_counts(self) -> MoeCounts:

@@ -23,6 +23,7 @@ struct LevelTable {
   void (*run)(const Linear&, const uint8_t* scratch, int64_t first_strip, int64_t end_strip);
   void (*act_rows)(const Elementwise&, int64_t first_row, int64_t end_row);
   void (*softmax_rows)(const Softmax&, int64_t first_row, int64_t end_row);
+  void (*add_numbers)(Kind, const void* a, const void* b, void* y, int64_t first, int64_t end);
   // The stages of a layer's routed experts.
   void (*moe_rows)(const Moe&, int64_t first_row, int64_t end_row);
   void (*moe_inner)(const Moe&, int64_t slot, int64_t first_column, int64_t end_column);
