@@ -78,7 +78,7 @@ class KernelTimeout(MoesaicError):
 
 
 class PeerLost(MoesaicError):
-    """A rank stopped answering. `stage` is send, experts or collect; join, start or step outside layers."""
+    """A rank stopped answering. `stage` is send, experts, collect or move; join, start or step outside layers."""
 
     is_retriable = True
 

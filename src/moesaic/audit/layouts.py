@@ -43,7 +43,7 @@ from moesaic.parallel.dispatch.fused_ranks import FusedRanks
 from moesaic.parallel.shared_memory import SharedMemoryTransport, segments_in_one_process
 from moesaic.parallel.transport import MemoryWires, Transport
 from moesaic.spec.deployment import Layout
-from moesaic.spec.experts import ExpertPlan
+from moesaic.spec.experts import ExpertPlan, IntArray
 from moesaic.spec.model import ModelSpec, MoeSpec
 from moesaic.spec.numerics import DTYPE_BYTES, DType, Numerics
 from moesaic.steps import Wait
@@ -365,3 +365,9 @@ class _Seat(TokenSide, ExpertSide):
 
     def reply(self, batch: ExpertBatch, out_JD: torch.Tensor) -> None:
         self.dispatcher.reply(batch, out_JD)
+
+    def adopt(self, plan: ExpertPlan) -> None:
+        self.dispatcher.adopt(plan)
+
+    def observe(self, loads: Sequence[IntArray]) -> None:
+        self.dispatcher.observe(loads)

@@ -6,11 +6,12 @@ that a second slot for an expert costs nothing. Knows nothing of checkpoints, ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -107,6 +108,7 @@ class ExpertLoader:
                 and for a format that no kernel takes.
         """
         self._specs = dict(moe_layers)
+        self._formats = formats
         self._plan = _plan_or_all(moe_layers, plan)
         self._rank = rank
         held = held_experts(moe_layers, plan, rank)
@@ -177,7 +179,7 @@ class ExpertLoader:
                 f"never filled: {'; '.join(shown)}{f' and {rest} more' if rest else ''}; "
                 "no key of the checkpoint maps there"
             )
-        return ResidentStore(self._arenas, self._plan, self._rank)
+        return ResidentStore(self._arenas, self._plan, self._rank, self._specs, self._formats)
 
     def _spec(self, layer_idx: int) -> MoeSpec:
         if layer_idx not in self._specs:
@@ -187,30 +189,67 @@ class ExpertLoader:
         return self._specs[layer_idx]
 
 
+class Moves(Protocol):
+    """What a rank gives to others and gets from them while one plan takes the place of another."""
+
+    def layer(
+        self, layer_idx: int, give: Callable[[int], Tensor], size: Callable[[int], int]
+    ) -> Steps[Mapping[int, Tensor]]:
+        """The blobs that this rank was missing, by logical id; valid until the next layer.
+
+        `give` has the bytes of an expert held here, `size` says how many an expert of this layer has.
+        """
+        ...
+
+
 class ResidentStore(ExpertStore):
     """All experts of this rank in memory: one wave, never a wait. Made by `ExpertLoader.finish`."""
 
-    def __init__(self, arenas: Mapping[int, Arena], plan: ExpertPlan, rank: int) -> None:
+    def __init__(
+        self,
+        arenas: Mapping[int, Arena],
+        plan: ExpertPlan,
+        rank: int,
+        specs: Mapping[int, MoeSpec],
+        formats: FormatMap,
+    ) -> None:
         self._arenas = dict(arenas)
         self._rank = rank
-        self._weights = {
-            layer_idx: {i: layout.weights(arena.blob(i)) for i, layout in arena.layouts.items()}
-            for layer_idx, arena in self._arenas.items()
-        }
-        self._tables = self._tables_of(plan)
+        self._specs = specs
+        self._formats = formats
+        self._weights = {layer_idx: _weights(arena) for layer_idx, arena in self._arenas.items()}
+        self._check_held(plan, slots := self._slots(plan))
+        self._tables = {layer_idx: self._table(layer_idx, ids) for layer_idx, ids in slots.items()}
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all arenas."""
         return sum(arena.data.numel() for arena in self._arenas.values())
 
-    def adopt(self, plan: ExpertPlan) -> Steps[None]:
-        """Point the slots at the plan's experts; nothing is copied.
+    def adopt(self, plan: ExpertPlan, moves: Moves | None = None) -> Steps[None]:
+        """Point the slots at the plan's experts, a layer after the other.
 
-        Raises: ConfigError naming the experts of the plan that this rank does not hold.
+        With `moves` experts come from other ranks and go there, and what the plan has elsewhere is freed: a
+        layer's memory is there twice until the new one is filled. Without, nothing is copied or freed.
+
+        Raises: ConfigError naming the experts of the plan that this rank does not hold and nobody moves.
         """
-        self._tables = self._tables_of(plan)
+        slots = self._slots(plan)
+        if moves is None:
+            self._check_held(plan, slots)
+        for layer_idx, ids in slots.items():
+            if moves is not None:
+                yield from self._refill(layer_idx, tuple(sorted(set(ids))), moves)
+            table = self._tables[layer_idx]
+            if tuple(ids) != table.logical_ids or any(
+                self._weights[layer_idx][i] is not one for i, one in zip(ids, table.weights, strict=True)
+            ):
+                self._tables[layer_idx] = self._table(layer_idx, ids)
         yield from ()
+
+    def held(self, layer_idx: int) -> tuple[int, ...]:
+        """The logical experts of a layer that are in memory here."""
+        return tuple(self._arenas[layer_idx].layouts)
 
     def table(self, layer_idx: int) -> SlotTable:
         """What the slots of a layer hold under the plan last adopted; the same object as long as it holds."""
@@ -236,8 +275,26 @@ class ResidentStore(ExpertStore):
             raise ConfigError(f"rank {self._rank} holds no expert {key.logical_id} of layer {key.layer_idx}")
         return ExpertBlob.of(key, arena.layouts[key.logical_id].format, arena.blob(key.logical_id))
 
-    def _tables_of(self, plan: ExpertPlan) -> dict[int, SlotTable]:
-        slots = _slots_of_rank(plan, self._rank, tuple(self._arenas))
+    def _refill(self, layer_idx: int, wanted: tuple[int, ...], moves: Moves) -> Steps[None]:
+        """Exchange blobs with the other ranks, and hold the wanted ones and no other."""
+        old, spec = self._arenas[layer_idx], self._specs[layer_idx]
+
+        def size(logical_id: int) -> int:
+            return _layout(spec, self._formats.of_expert(layer_idx, logical_id)).num_bytes
+
+        arrived = yield from moves.layer(layer_idx, old.blob, size)
+        if wanted == tuple(old.layouts):
+            return
+        new = Arena.allocate(spec, self._formats, layer_idx, wanted)
+        for logical_id in wanted:
+            blob = arrived[logical_id] if logical_id in arrived else old.blob(logical_id)
+            new.blob(logical_id).copy_(blob)
+        self._arenas[layer_idx], self._weights[layer_idx] = new, _weights(new)
+
+    def _slots(self, plan: ExpertPlan) -> dict[int, list[int]]:
+        return _slots_of_rank(plan, self._rank, tuple(self._arenas))
+
+    def _check_held(self, plan: ExpertPlan, slots: Mapping[int, Sequence[int]]) -> None:
         lacking = {
             layer_idx: sorted(set(ids) - set(self._weights[layer_idx])) for layer_idx, ids in slots.items()
         }
@@ -247,13 +304,14 @@ class ResidentStore(ExpertStore):
                 f"expert plan version {plan.version} puts experts on rank {self._rank} that are not in its "
                 f"memory ({'; '.join(named[:_SHOWN])}); load them, or keep them where they are"
             )
-        return {
-            layer_idx: SlotTable(
-                weights=tuple(self._weights[layer_idx][logical_id] for logical_id in ids),
-                logical_ids=tuple(ids),
-            )
-            for layer_idx, ids in slots.items()
-        }
+
+    def _table(self, layer_idx: int, ids: Sequence[int]) -> SlotTable:
+        held = self._weights[layer_idx]
+        return SlotTable(weights=tuple(held[logical_id] for logical_id in ids), logical_ids=tuple(ids))
+
+
+def _weights(arena: Arena) -> dict[int, ExpertWeights]:
+    return {i: layout.weights(arena.blob(i)) for i, layout in arena.layouts.items()}
 
 
 def held_experts(

@@ -49,7 +49,9 @@ from moesaic.parallel.dispatch.fused import Fused
 from moesaic.parallel.dispatch.fused_ranks import FusedRanks
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
-from moesaic.spec.experts import ExpertPlan
+from moesaic.parallel.moves import Follower, Placed
+from moesaic.parallel.transport import Transport
+from moesaic.spec.experts import ExpertPlan, contiguous_plan
 from moesaic.spec.families import RUNNABLE_TYPES, read_config
 from moesaic.spec.locate import locate_folder
 from moesaic.spec.model import (
@@ -70,7 +72,7 @@ LATENT_NORM_EPS = 1e-6
 Source: DeepSeek-V3's reference code builds them with its default, and so does transformers 5."""
 
 
-class Dispatcher(TokenSide, ExpertSide, Protocol):
+class Dispatcher(TokenSide, ExpertSide, Follower, Protocol):
     """Both sides of one rank that has tokens and experts."""
 
 
@@ -78,12 +80,14 @@ class Dispatcher(TokenSide, ExpertSide, Protocol):
 class Share:
     """What one rank of several holds, and how it reaches the others.
 
-    `dispatcher` is made when the model's spec and numerics are known.
+    `dispatcher` is made when the model's spec and numerics are known. Over `moves` experts travel when the
+    plan changes; None: it never does.
     """
 
     rank: int
     plan: ExpertPlan
     dispatcher: Callable[[ModelSpec, Numerics], Dispatcher | FusedRanks]
+    moves: Transport | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -94,12 +98,17 @@ class LoadedModel:
     numerics: Numerics
     ops: Ops
     decoder: Decoder
-    store: ResidentStore | None  # None: a dense model
+    placed: Placed | None  # the routed experts; None: a dense model
     weight_bytes: int  # in memory, in the numerics' formats
     accounting: Accounting
     notes: tuple[str, ...]  # what loading did that the folder does not show
     tensor_digests: Mapping[str, str]  # by key, of all that this rank read
     proof: InvarianceProof
+
+    @property
+    def store(self) -> ResidentStore | None:
+        """Where the routed experts of this rank are."""
+        return None if self.placed is None else self.placed.store
 
     @property
     def unused_tensors(self) -> tuple[Mapping[str, Any], ...]:
@@ -191,7 +200,9 @@ def build(
     """
     names = _family(checkpoint.path, spec)
     accounting = account(checkpoint, spec, names)
-    plan = None if share is None else share.plan
+    plan = contiguous_plan(tuple(moe.num_experts for _, moe in spec.moe_layers), 1)
+    if share is not None:
+        plan = share.plan
     check_leaves(accounting, numerics)
     held = held_experts(spec.moe_layers, plan, 0 if share is None else share.rank)
     check_memory(checkpoint, accounting, numerics, held, available_bytes)
@@ -213,13 +224,18 @@ def build(
         dispatcher: Dispatcher | FusedRanks = Local(spec.moe_layers, numerics)
     else:
         dispatcher = share.dispatcher(spec, numerics)
+    placed = None
+    if weights.store is not None:
+        layer_idxs = [layer_idx for layer_idx, _ in spec.moe_layers]
+        moves = None if share is None else share.moves
+        placed = Placed(plan, weights.store, dispatcher, layer_idxs, moves)
     decoding = decoding_note(checkpoint, accounting, numerics)
     return LoadedModel(
         spec=spec,
         numerics=numerics,
         ops=ops,
         decoder=_decoder(spec, weights, ops, dispatcher),
-        store=weights.store,
+        placed=placed,
         weight_bytes=weight_bytes_of(accounting, numerics, held),
         accounting=accounting,
         notes=() if decoding is None else (decoding,),

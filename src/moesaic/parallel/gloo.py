@@ -21,13 +21,15 @@ from moesaic.parallel.transport import Arrival, Purpose, Traffic, Transport
 class GlooTransport(Transport):
     """One rank's end. The number of lanes is fixed at the start: groups are made by all ranks at once."""
 
-    def __init__(self, mesh: Mesh, *, num_lanes: int) -> None:
+    def __init__(self, mesh: Mesh, *, num_lanes: int, name: str = "lane") -> None:
+        """`name` keeps the lanes of several transports of a mesh apart."""
         self.rank = mesh.rank
         self.num_ranks = mesh.num_ranks
         self.traffic = Traffic(mesh.rank, mesh.num_ranks)
         self._mesh = mesh
         self._groups = [
-            (mesh.group(f"lane {lane} sizes"), mesh.group(f"lane {lane} bytes")) for lane in range(num_lanes)
+            (mesh.group(f"{name} {lane} sizes"), mesh.group(f"{name} {lane} bytes"))
+            for lane in range(num_lanes)
         ]
         self._last: list[_GlooArrival | None] = [None] * num_lanes
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from moesaic.errors import PeerLost
 from moesaic.steps import Wait
 
-Stage = Literal["send", "collect"]
+Stage = Literal["send", "collect", "move"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +41,8 @@ class Arrival(Wait, Protocol):
 class Traffic:
     """Bytes handed over since the start, by stage and receiving rank; nothing counts to oneself.
 
+    Experts that move have a transport of their own, and count as sent.
+
     Shapes:  send_bytes and collect_bytes [N] int64.
     """
 
@@ -51,7 +53,7 @@ class Traffic:
 
     def count(self, stage: Stage, parts: Sequence[Tensor]) -> None:
         """Add the messages of one exchange."""
-        counts = self.send_bytes if stage == "send" else self.collect_bytes
+        counts = self.collect_bytes if stage == "collect" else self.send_bytes
         for peer, part in enumerate(parts):
             if peer != self._rank:
                 counts[peer] += part.numel()

@@ -29,7 +29,7 @@ from moesaic.parallel.dispatch.slots import LayerTable, layer_tables
 from moesaic.parallel.segment import compiled_wires
 from moesaic.parallel.shared_memory import SharedMemoryTransport
 from moesaic.placement.choice import ReplicaChoice
-from moesaic.spec.experts import ExpertPlan
+from moesaic.spec.experts import ExpertPlan, IntArray
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import Numerics
 from moesaic.steps import Steps, Wait
@@ -58,8 +58,32 @@ class FusedRanks:
                 "has it"
             )
         self.transport = transport
-        self.tables = layer_tables(moe_layers, plan, transport.num_ranks, slots=slots, choice=replica_choice)
+        self._moe_layers = tuple(moe_layers)
+        self._replica_choice = replica_choice
+        self._loads: Sequence[IntArray] | None = None
+        self._place(plan, slots)
         self._lanes: list[RankLane] = []
+
+    def adopt(self, plan: ExpertPlan) -> None:
+        """As `Exchange.adopt`."""
+        self._place(plan, None)
+
+    def observe(self, loads: Sequence[IntArray]) -> None:
+        """As `Exchange.observe`."""
+        self._loads = loads
+        if self._replica_choice == "least-loaded":
+            self._place(self._plan, None)
+
+    def _place(self, plan: ExpertPlan, slots: Sequence[Tensor] | None) -> None:
+        self.tables = layer_tables(
+            self._moe_layers,
+            plan,
+            self.transport.num_ranks,
+            slots=slots,
+            choice=self._replica_choice,
+            loads=self._loads,
+        )
+        self._plan = plan
 
     @property
     def lanes(self) -> Sequence[RankLane]:

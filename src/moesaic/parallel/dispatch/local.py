@@ -19,7 +19,7 @@ from moesaic.experts.contract import ExpertBatch, ExpertSide, Routing, Tag, Tick
 from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.wire import round_to_wire
 from moesaic.parallel.tree import combine_choices
-from moesaic.spec.experts import ExpertPlan, contiguous_plan
+from moesaic.spec.experts import ExpertPlan, IntArray, contiguous_plan
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import Numerics
 from moesaic.steps import DONE, Wait
@@ -61,24 +61,34 @@ class Local(TokenSide, ExpertSide):
 
         Raises: ConfigError when the plan leaves an expert without a slot or uses a second rank.
         """
-        specs = tuple(spec for _, spec in moe_layers)
+        self._moe_layers = tuple(moe_layers)
         if plan is None:
-            plan = contiguous_plan(tuple(spec.num_experts for spec in specs), 1)
+            plan = contiguous_plan(tuple(spec.num_experts for _, spec in moe_layers), 1)
+        self.adopt(plan)
+        self._numerics = numerics
+        self._seam, self._partial = torch_dtype(numerics.seam_dtype), torch_dtype(numerics.partial_dtype)
+        layer_idxs = [layer_idx for layer_idx, _ in moe_layers]
+        self._layer_after = dict(pairwise(layer_idxs))
+        # Weak: a step that fails midway drops its tickets, and nothing of it stays here.
+        self._tickets: WeakValueDictionary[Tag, _LocalTicket] = WeakValueDictionary()
+
+    def adopt(self, plan: ExpertPlan) -> None:
+        """Find experts in the slots of another plan, from the next step on.
+
+        Raises: ConfigError as the constructor.
+        """
         if plan.num_ranks > 1:
             raise ConfigError(
                 f"expert plan version {plan.version} uses {plan.num_ranks} ranks, the local dispatcher is "
                 "one; use a plan for one rank or a dispatcher between ranks"
             )
-        self._numerics = numerics
-        self._seam, self._partial = torch_dtype(numerics.seam_dtype), torch_dtype(numerics.partial_dtype)
         self._layers = {
             layer_idx: _layer_slots(layer_idx, spec, plan.slot_expert[at])
-            for at, (layer_idx, spec) in enumerate(moe_layers)
+            for at, (layer_idx, spec) in enumerate(self._moe_layers)
         }
-        layer_idxs = [layer_idx for layer_idx, _ in moe_layers]
-        self._layer_after = dict(pairwise(layer_idxs))
-        # Weak: a step that fails midway drops its tickets, and nothing of it stays here.
-        self._tickets: WeakValueDictionary[Tag, _LocalTicket] = WeakValueDictionary()
+
+    def observe(self, loads: Sequence[IntArray]) -> None:
+        """Nothing to choose: one copy of each expert is used."""
 
     def send(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Ticket:
         """Keep the rows where `receive` finds them."""
