@@ -12,9 +12,10 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from moesaic.engine.client import EngineSnapshot
+from moesaic.engine.rebalance import Rebalance, Swapped
 from moesaic.errors import Overloaded, RequestError
 from moesaic.sched.request import Logprobs, Request, RequestEvent
-from moesaic.spec.experts import ExpertLoad
+from moesaic.spec.experts import ExpertLoad, ExpertPlan, contiguous_plan
 from moesaic.spec.model import DenseSpec, GateSpec, GqaSpec, LayerSpec, ModelSpec, MoeSpec
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>")
@@ -142,6 +143,14 @@ class FakeEngine:
         self._totals = {"prompt": 0, "output": 0, "steps": 0}
         self._lock = threading.Condition()
         self._is_closed = False
+        num_experts = tuple(moe.num_experts for _, moe in self.spec.moe_layers)
+        self.rebalance = Rebalance(
+            contiguous_plan(num_experts, 2),
+            self.spec,
+            num_ranks=2,
+            expert_bytes=[1000] * len(num_experts),
+            available_bytes=lambda: 100_000,
+        )
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
         self._thread.start()
 
@@ -214,6 +223,17 @@ class FakeEngine:
             load,
             replace(load, phase="decode", counts=tuple(c * 10 for c in counts), num_tokens=40, num_steps=40),
         )
+
+    def placement(self) -> ExpertPlan:
+        return self.rebalance.plan
+
+    def adopt(self, plan: ExpertPlan) -> Swapped:
+        """With the gate closed the swap stays under way."""
+        answer = self.rebalance.ask(plan, 0.0)
+        self.gate.wait()
+        while (stage := self.rebalance.next_stage()) is not None:
+            self.rebalance.done(stage, 1000, 0.5)
+        return answer.result(1.0)
 
     def drain(self, timeout_s: float) -> bool:
         with self._lock:

@@ -7,6 +7,7 @@ MoesaicError
   CheckpointError                the file, the key, both shapes
   CapacityError                  does not fit: need, have, where
     KvExhausted   HostMemoryShort   Overloaded
+  SwapRunning                    another expert plan is on its way; ask again when it is in force
   KernelUnavailable              op, backend, what is missing, what to do
   PeerLost                       rank, layer_idx, stage, seconds
     CollectiveTimeout
@@ -67,6 +68,12 @@ class Overloaded(CapacityError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class SwapRunning(MoesaicError):
+    """An expert plan was asked for while another one is on its way."""
+
+    is_retriable = True
 
 
 class KernelUnavailable(MoesaicError):

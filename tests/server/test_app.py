@@ -24,6 +24,7 @@ GETS = (
     "/metrics",
     "/v1/internal/active",
     "/v1/internal/experts",
+    "/v1/internal/placement",
     "/openapi.json",
 )
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from moesaic.engine.rebalance import Swapped
 from moesaic.sched.request import Request, RequestEvent
-from moesaic.spec.experts import ExpertLoad
+from moesaic.spec.experts import ExpertLoad, ExpertPlan
 from moesaic.spec.model import ModelSpec
 
 
@@ -62,6 +63,20 @@ class EngineClient(Protocol):
 
     def expert_load(self, window_s: float | None) -> tuple[ExpertLoad, ...]:
         """One load per phase, since start (None) or over the last `window_s` seconds."""
+        ...
+
+    def placement(self) -> ExpertPlan:
+        """The expert plan in force.
+
+        Raises: ConfigError for a model without routed experts.
+        """
+        ...
+
+    def adopt(self, plan: ExpertPlan) -> Swapped:
+        """Go over to another expert plan while requests run; returns when it is in force.
+
+        Raises: ConfigError for a plan that does not fit; SwapRunning; HostMemoryShort.
+        """
         ...
 
     def drain(self, timeout_s: float) -> bool:

@@ -19,8 +19,10 @@ from moesaic.engine.loop import Engine, Facts
 from moesaic.engine.machine import Machine, read_machine
 from moesaic.engine.rank import Hello, RankPool, RankSetup
 from moesaic.engine.ranks import Ranks
+from moesaic.engine.rebalance import Rebalance
 from moesaic.engine.runner import Runner
 from moesaic.engine.worker import Worker
+from moesaic.experts.blob import BlobLayout
 from moesaic.hashing import digest
 from moesaic.kernels import huge_pages, native
 from moesaic.kernels.invariance import InvarianceProof
@@ -29,10 +31,12 @@ from moesaic.kv.pool import KvPool
 from moesaic.log import get_logger
 from moesaic.models.build import LoadedModel, build, model_digest, read_spec
 from moesaic.models.checkpoint import Checkpoint
+from moesaic.placement.choice import ReplicaChoice
 from moesaic.sched.key import KvKeyScope
 from moesaic.sched.ledger import KvLedger
 from moesaic.sched.scheduler import Scheduler
 from moesaic.spec.deployment import ATTENTION_AXES, EXPERT_AXES, Layout
+from moesaic.spec.experts import ExpertPlan, contiguous_plan
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
 from moesaic.units import format_bytes
@@ -52,6 +56,8 @@ class ModelFacts:
     notes: tuple[str, ...]
     unused: tuple[Mapping[str, Any], ...]
     layout: Layout
+    plan: ExpertPlan | None = None  # that it starts with; None: equal runs
+    replica_choice: ReplicaChoice = "turns"
 
     @classmethod
     def of(cls, model: LoadedModel, layout: Layout) -> ModelFacts:
@@ -128,7 +134,7 @@ def assemble(
     return _engine(
         ModelFacts.of(model, layout or data_parallel(1)),
         config,
-        LocalLink(worker),
+        LocalLink(worker, model.placed),
         tokenizer_digest,
         grammars,
     )
@@ -168,6 +174,8 @@ def _start_on_ranks(
             notes=ready[0].notes,
             unused=ready[0].unused,
             layout=arranged.layout,
+            plan=arranged.plan,
+            replica_choice=config.replica_choice,
         )
         machine = _smallest(setups[0].hosts, [one.machine for one in ready])
         resolved = config.with_environment(read_environment()).resolve(spec, facts.numerics, machine)
@@ -258,7 +266,27 @@ def _engine(
         ),
         link=link,
         facts=Facts(weight_bytes=model.weight_bytes, active=describe(model, config, notes)),
+        rebalance=_rebalance(model) if model.spec.moe_layers else None,
         grammars=grammars,
+    )
+
+
+def _rebalance(model: ModelFacts) -> Rebalance:
+    layers, formats = model.spec.moe_layers, model.numerics.formats
+    num_experts = tuple(moe.num_experts for _, moe in layers)
+    return Rebalance(
+        model.plan or contiguous_plan(num_experts, model.layout.num_ranks),
+        model.spec,
+        num_ranks=model.layout.num_ranks,
+        expert_bytes=[
+            max(
+                BlobLayout.of(moe, format).num_bytes
+                for format in {formats.of_expert(layer_idx, i).weight for i in range(moe.num_experts)}
+            )
+            for layer_idx, moe in layers
+        ],
+        available_bytes=lambda: read_machine().available_bytes,
+        replica_choice=model.replica_choice,
     )
 
 

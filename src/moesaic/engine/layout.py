@@ -11,12 +11,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+import numpy as np
+
 from moesaic.errors import ConfigError, nearest
 from moesaic.hashing import digest
 from moesaic.kernels import native
 from moesaic.spec.codec import from_plain
 from moesaic.spec.deployment import Deployment, Grid, Layout, check_plan, from_json
-from moesaic.spec.experts import ExpertPlan
+from moesaic.spec.experts import MAX_VERSION, ExpertPlan
 from moesaic.spec.layout_rules import DISPATCHERS, FUSED, NOT_BUILT, Dispatcher, refusals
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
@@ -163,7 +165,7 @@ def _by_file(path: str, spec: ModelSpec) -> Arrangement:
             + "\nplan with other --layout and formats, or print the lines of another engine with moesaic emit"
         )
     (instance,) = deployment.instances
-    _check_plan_of(instance.plan, instance.layout.num_ranks, spec, where)
+    check_placement(instance.plan, instance.layout.num_ranks, spec, where=where)
     return Arrangement(layout=instance.layout, plan=instance.plan, numerics=deployment.numerics)
 
 
@@ -240,7 +242,7 @@ def read_plan(path: str, num_ranks: int, spec: ModelSpec) -> ExpertPlan:
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON ({error}); write it by moesaic balance -o") from error
     plan = from_plain(ExpertPlan, data, where=where)
-    _check_plan_of(plan, num_ranks, spec, where)
+    check_placement(plan, num_ranks, spec, where=where)
     return plan
 
 
@@ -263,8 +265,12 @@ def _read(path: str, where: str, writer: str) -> bytes:
         raise ConfigError(f"{where}: cannot be read ({error.strerror}); give a file of {writer}") from error
 
 
-def _check_plan_of(plan: ExpertPlan, num_ranks: int, spec: ModelSpec, where: str) -> None:
-    """Raises: ConfigError for a plan of other layers, experts or ranks."""
+def check_placement(plan: ExpertPlan, num_ranks: int, spec: ModelSpec, *, where: str) -> None:
+    """Whether a plan is for this model and these ranks.
+
+    Raises: ConfigError for a plan of other layers, experts or ranks, with slices, or with experts that no
+            slot takes tokens for.
+    """
     counts = [moe.num_experts for _, moe in spec.moe_layers]
     if len(plan.slot_expert) != len(counts):
         raise ConfigError(
@@ -282,6 +288,21 @@ def _check_plan_of(plan: ExpertPlan, num_ranks: int, spec: ModelSpec, where: str
             raise ConfigError(
                 f"{where}: sparse layer {layer} must place experts 0 to {count - 1}, each once or more"
             )
+        if plan.slot_slice[layer].any():
+            raise ConfigError(
+                f"{where}: sparse layer {layer} cuts experts into slices, and ranks hold whole ones; balance "
+                "without slices"
+            )
+        share_P = plan.slot_share[layer]
+        if not np.isfinite(share_P).all() or (share_P < 0).any():
+            raise ConfigError(f"{where}: a share in sparse layer {layer} is below 0 or not a number")
+        if idle := sorted(set(range(count)) - set(ids[share_P > 0].tolist())):
+            raise ConfigError(
+                f"{where}: no slot of experts {idle} of sparse layer {layer} has a share of their tokens; "
+                "the shares of an expert's slots sum to 1"
+            )
+    if not 0 <= plan.version <= MAX_VERSION:
+        raise ConfigError(f"{where}: version must be 0 to {MAX_VERSION}, got {plan.version}")
 
 
 def describe_layout(layout: Layout) -> str:

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from moesaic.sched.step import StepPlan, StepResult
+from moesaic.spec.experts import ExpertPlan, IntArray
+from moesaic.steps import Steps, drive
+
+MOVE_TIMEOUT_S = 60.0  # guess: for one layer's experts to travel; a peer that is silent for so long is lost
+
+
+class Shelf(Protocol):
+    """The experts of a process, under one plan after another."""
+
+    def adopt(self, plan: ExpertPlan) -> Steps[int]:
+        """Go over to another plan; returns the bytes sent to other ranks."""
+        ...
+
+    def observe(self, loads: Sequence[IntArray]) -> None:
+        """The tokens that chose each expert of late, per MoE layer [E]."""
+        ...
 
 
 class Executor(Protocol):
@@ -36,6 +52,17 @@ class Link(Protocol):
         """Tell the workers that these requests are over, when no plan follows that would."""
         ...
 
+    def adopt(self, plan: ExpertPlan) -> int:
+        """Have every rank go over to another expert plan; returns when all have, with the bytes that moved.
+
+        Only while no step is under way.
+        """
+        ...
+
+    def observe(self, loads: Sequence[IntArray]) -> None:
+        """Tell the ranks how often experts were chosen of late: per MoE layer [E], over all ranks."""
+        ...
+
     def close(self) -> None:
         """Let the workers go; nothing is sent after it."""
         ...
@@ -44,8 +71,10 @@ class Link(Protocol):
 class LocalLink:
     """The worker lives in this process and computes when its result is asked for."""
 
-    def __init__(self, worker: Executor) -> None:
+    def __init__(self, worker: Executor, shelf: Shelf | None = None) -> None:
+        """Without a shelf there are no routed experts."""
         self._worker = worker
+        self._shelf = shelf
         self._plans: deque[StepPlan] = deque()
 
     def send(self, plan: StepPlan) -> None:
@@ -59,6 +88,17 @@ class LocalLink:
     def forget(self, request_ids: Iterable[str]) -> None:
         """Pass on."""
         self._worker.forget(request_ids)
+
+    def adopt(self, plan: ExpertPlan) -> int:
+        """Go over to the plan here and now."""
+        assert self._shelf is not None, "there is no plan for a model without experts"
+        assert not self._plans, "a step is under way"
+        return drive([self._shelf.adopt(plan)], MOVE_TIMEOUT_S)[0]
+
+    def observe(self, loads: Sequence[IntArray]) -> None:
+        """Pass on."""
+        if self._shelf is not None:
+            self._shelf.observe(loads)
 
     def close(self) -> None:
         """Nothing to let go: the worker ends with what holds it."""

@@ -16,9 +16,11 @@ from moesaic.engine.launch import start_engine
 from moesaic.engine.launchers.torchrun import serve_as_rank
 from moesaic.engine.loop import Engine
 from moesaic.engine.philox import sibling_seed
+from moesaic.engine.rebalance import Swapped
 from moesaic.engine.transcript import Completion, Transcript
 from moesaic.errors import ConfigError, MoesaicError, Overloaded, RequestError
 from moesaic.sched.request import Request, RequestEvent, SamplingParams
+from moesaic.spec.experts import ExpertPlan
 from moesaic.spec.locate import locate
 from moesaic.text.defaults import SamplingDefaults
 from moesaic.text.tokenizer import Tokenizer
@@ -110,6 +112,13 @@ class LLM:
                 self.engine.cancel(transcript.request.request_id)
                 yield Piece(text=text, completion=transcript.completion())
                 return
+
+    def adopt(self, plan: ExpertPlan) -> Swapped:
+        """Go over to another expert plan, while others may generate; no answer changes.
+
+        Raises: as `Engine.adopt`.
+        """
+        return self.engine.adopt(plan)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt; ids stay as they are.

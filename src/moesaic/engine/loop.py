@@ -18,13 +18,15 @@ from moesaic.engine.config import ResolvedConfig
 from moesaic.engine.grammar import Grammars
 from moesaic.engine.link import Link
 from moesaic.engine.load_window import LoadWindow
-from moesaic.errors import MoesaicError, Overloaded, RequestError
+from moesaic.engine.rebalance import Rebalance, Swapped
+from moesaic.errors import ConfigError, MoesaicError, Overloaded, RequestError
 from moesaic.log import get_logger
 from moesaic.obs.names import SPANS
 from moesaic.sched.request import Request, RequestEvent
 from moesaic.sched.scheduler import Scheduler
-from moesaic.spec.experts import ExpertLoad
+from moesaic.spec.experts import ExpertLoad, ExpertPlan
 from moesaic.spec.model import ModelSpec
+from moesaic.units import format_bytes
 
 IDLE_CHECK_S = 1.0  # how soon an idle engine notices that the main thread ended without closing it
 RETRY_S = 1.0  # guess: for a client of an engine that drains; another replica may take the request at once
@@ -55,8 +57,10 @@ class Engine:
         scheduler: Scheduler,
         link: Link,
         facts: Facts,
+        rebalance: Rebalance | None = None,
         grammars: Grammars | None = None,
     ) -> None:
+        """Without `rebalance` the model has no routed experts."""
         self.spec = spec
         self.config = config
         self.max_model_len = config.limits.max_model_len
@@ -64,6 +68,9 @@ class Engine:
         self._link = link
         self._facts = facts
         self._grammars = grammars
+        self._rebalance = rebalance
+        if rebalance is not None:
+            scheduler.plan_version = rebalance.plan.version
         # Guards all below and the scheduler. Held while planning and committing, never while computing.
         self._lock = threading.Condition()
         self._owners: dict[str, OnEvent] = {}
@@ -124,7 +131,8 @@ class Engine:
                 kv_blocks_used=stats.kv_blocks_used,
                 kv_block_tokens=self.config.kv_block,
                 kv_bytes=self.config.kv_bytes,
-                weight_bytes=self._facts.weight_bytes,
+                weight_bytes=self._facts.weight_bytes
+                + (0 if self._rebalance is None else self._rebalance.grown_bytes),
                 max_num_seqs=limits.max_num_seqs,
                 max_model_len=limits.max_model_len,
                 prompt_tokens_total=stats.prompt_tokens_total,
@@ -142,6 +150,29 @@ class Engine:
             if window_s is None:
                 return self._loads.since_start()
             return self._loads.since(time.time() - window_s)
+
+    def placement(self) -> ExpertPlan:
+        """The expert plan that the last step followed, or the next one will.
+
+        Raises: ConfigError for a model without routed experts.
+        """
+        with self._lock:
+            return self._get_rebalance().plan
+
+    def adopt(self, plan: ExpertPlan) -> Swapped:
+        """Go over to another expert plan, some layers between any two steps; returns when it is in force.
+
+        Requests run on meanwhile, and no bit of theirs changes.
+
+        Raises: as `Rebalance.ask`; Overloaded when the engine closes or has ended; PeerLost when a rank is
+                lost, and the engine with it.
+        """
+        with self._lock:
+            if self._end is not None or self._is_closing:
+                raise Overloaded("the engine has ended: it follows no other plan", retry_after_s=RETRY_S)
+            answer = self._get_rebalance().ask(plan, time.monotonic())
+            self._lock.notify_all()
+        return answer.result()
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the running ones; False when some were left at the time-out."""
@@ -167,18 +198,23 @@ class Engine:
             "the engine was closed before the request ended: send it again to one that runs",
             False,
         )
+        failure: Exception = Overloaded(
+            "the engine was closed before its plan changed", retry_after_s=RETRY_S
+        )
         try:
             while self._turn():
                 pass
         except Exception as error:  # noqa: BLE001 - the loop's last resort: nobody may wait for ever
             _log.exception("the engine loop failed: every request ends, the engine is no longer ready")
-            end = f"the engine failed: {type(error).__name__}: {error}"
+            failure, end = error, f"the engine failed: {type(error).__name__}: {error}"
             is_retriable = isinstance(error, MoesaicError) and error.is_retriable
         with self._lock:
             if self._is_closing and self._missed_s is not None:
                 allowed = f"{self._missed_s:g} s"
                 end = f"the request did not end within the drain time-out of {allowed}: send it again"
             self._end = end
+            if self._rebalance is not None:
+                self._rebalance.fail(failure)
             left = [
                 RequestEvent(request_id=i, finish_reason="error", error=end, is_retriable=is_retriable)
                 for i in self._owners
@@ -192,6 +228,10 @@ class Engine:
         with self._lock:
             if self._is_closing or not threading.main_thread().is_alive():
                 return False
+            stage = None if self._rebalance is None else self._rebalance.next_stage()
+        if stage is not None:
+            self._swap(stage)
+        with self._lock:
             plan = self._scheduler.schedule(time.monotonic())
             retired = self._rest() if plan is None else ()
         if plan is None:
@@ -205,19 +245,37 @@ class Engine:
             with self._lock:
                 events = self._scheduler.commit(result, time.monotonic())
                 self._loads.add(result.loads)
+                loads = None if self._rebalance is None else self._rebalance.take_loads(result.loads)
                 for name, seconds in result.spread.items():
                     self._span_s[name] += seconds
+            if loads is not None:
+                self._link.observe(loads)
         with self._lock:
             events = (*events, *self._take_outbox())
         self._tell(events)
         return True
+
+    def _swap(self, stage: ExpertPlan) -> None:
+        """Bring the next stage of another plan into force."""
+        moved_bytes = self._link.adopt(stage)
+        with self._lock:
+            rebalance = self._get_rebalance()
+            self._scheduler.plan_version = stage.version
+            rebalance.done(stage, moved_bytes, time.monotonic())
+        _log.info("expert plan version %d: %s moved", stage.version, format_bytes(moved_bytes))
+
+    def _get_rebalance(self) -> Rebalance:
+        if self._rebalance is None:
+            raise ConfigError("the model has no routed experts: there is nothing to place")
+        return self._rebalance
 
     def _rest(self) -> tuple[str, ...]:
         """Nothing can be planned: sleep unless events wait; returns what the workers may forget."""
         if self._scheduler.has_work:
             raise RuntimeError("requests are waiting, nothing runs, and none of them can be planned")
         retired = self._scheduler.take_retired()
-        if not retired and not self._outbox:
+        is_swapping = self._rebalance is not None and self._rebalance.is_swapping
+        if not retired and not self._outbox and not is_swapping:
             self._lock.wait(IDLE_CHECK_S)
         return retired
 

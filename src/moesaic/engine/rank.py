@@ -6,6 +6,7 @@
        |  <--- RankReady, or what went wrong ---  |
        |  RankPool -->                            |  makes its KV pool
        |  StepPlan --> <-- StepResult             |  again and again
+       |  Adopt --> <-- Adopted                   |  between steps: another expert plan
        |  Leave -->                               |  ends
 
 A second thread reads the pipe: when its end is gone, so is the process, whatever the main thread waits for.
@@ -29,6 +30,7 @@ from moesaic import __version__
 from moesaic.engine.config import EngineConfig, ResolvedConfig, read_environment
 from moesaic.engine.grammar import Grammars
 from moesaic.engine.layout import Started, arrange, describe_layout
+from moesaic.engine.link import MOVE_TIMEOUT_S
 from moesaic.engine.machine import Machine, host_key, read_machine
 from moesaic.engine.runner import Runner
 from moesaic.engine.worker import Worker
@@ -41,13 +43,16 @@ from moesaic.models.build import Dispatcher, LoadedModel, Share, build, read_spe
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.parallel.dispatch.build import connect, make_dispatcher
 from moesaic.parallel.dispatch.fused_ranks import FusedRanks
+from moesaic.parallel.gloo import GlooTransport
 from moesaic.parallel.mesh import Identity, Mesh
+from moesaic.parallel.moves import Placed
 from moesaic.sched.step import StepPlan, StepResult
 from moesaic.spec.codec import to_plain
 from moesaic.spec.deployment import Layout
-from moesaic.spec.experts import ExpertPlan, contiguous_plan
+from moesaic.spec.experts import ExpertPlan, IntArray, contiguous_plan
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
+from moesaic.steps import drive
 
 LEAVE_S = 2.0  # guess: what a rank may still compute when it is told to leave
 
@@ -102,6 +107,28 @@ class Forget:
     request_ids: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Adopt:
+    """Another expert plan, from the next step on."""
+
+    plan: ExpertPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adopted:
+    """What a rank says when it follows another plan, or whom it lost on the way."""
+
+    sent_bytes: int
+    lost: PeerLost | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Observe:
+    """How often experts were chosen of late, per MoE layer [E]."""
+
+    loads: tuple[IntArray, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leave:
     """The run is over."""
@@ -146,7 +173,12 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
         numerics,
         num_threads=setup.num_threads,
         available_bytes=setup.available_bytes,
-        share=Share(rank=mesh.rank, plan=plan, dispatcher=dispatcher),
+        share=Share(
+            rank=mesh.rank,
+            plan=plan,
+            dispatcher=dispatcher,
+            moves=GlooTransport(mesh, num_lanes=1, name="moves"),
+        ),
     )
 
 
@@ -195,7 +227,7 @@ def serve(
         pipe.send(ready_of(model))
         pool = inbox.get()
         if not isinstance(pool, Leave):
-            _work(pipe, inbox, _worker(model, setup, pool.config, rank))
+            _work(pipe, inbox, _worker(model, setup, pool.config, rank), model.placed)
         mesh.close()
     except MoesaicError as error:
         pipe.send(error)
@@ -212,13 +244,18 @@ def _worker(model: LoadedModel, setup: RankSetup, config: ResolvedConfig, rank: 
     )
 
 
-def _work(pipe: Connection, inbox: SimpleQueue[Any], worker: Worker) -> None:
+def _work(pipe: Connection, inbox: SimpleQueue[Any], worker: Worker, placed: Placed | None) -> None:
     """Plan by plan, until told to leave."""
     while not isinstance(message := inbox.get(), Leave):
-        if isinstance(message, Forget):
-            worker.forget(message.request_ids)
-        else:
-            pipe.send(_run(worker, message))
+        match message:
+            case Forget():
+                worker.forget(message.request_ids)
+            case Observe() if placed is not None:
+                placed.observe(message.loads)
+            case Adopt() if placed is not None:
+                pipe.send(_adopt(placed, message.plan))
+            case StepPlan():
+                pipe.send(_run(worker, message))
 
 
 def _run(worker: Worker, plan: StepPlan) -> StepResult | MoesaicError:
@@ -228,6 +265,15 @@ def _run(worker: Worker, plan: StepPlan) -> StepResult | MoesaicError:
         return StepResult(
             step_id=plan.step_id, tokens={}, logprobs={}, prompt_logprobs={}, loads=(), spread={}, lost=lost
         )
+
+
+def _adopt(placed: Placed, plan: ExpertPlan) -> Adopted | MoesaicError:
+    try:
+        return Adopted(sent_bytes=drive([placed.adopt(plan)], MOVE_TIMEOUT_S)[0])
+    except PeerLost as lost:
+        return Adopted(sent_bytes=0, lost=lost)
+    except MoesaicError as error:
+        return error
 
 
 def _read(pipe: Connection, inbox: SimpleQueue[Any]) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from moesaic.engine.launchers.launcher import JOIN_TIMEOUT_S, Launcher
-from moesaic.engine.rank import Forget, Hello, Leave, RankPool, RankReady, RankSetup
+from moesaic.engine.link import MOVE_TIMEOUT_S
+from moesaic.engine.rank import Adopt, Adopted, Forget, Hello, Leave, Observe, RankPool, RankReady, RankSetup
 from moesaic.engine.runner import STEP_TIMEOUT_S
 from moesaic.errors import CheckpointError, KernelUnavailable, MoesaicError, PeerLost
 from moesaic.log import get_logger
 from moesaic.sched.step import StepPlan, StepResult
-from moesaic.spec.experts import ExpertLoad
+from moesaic.spec.experts import ExpertLoad, ExpertPlan, IntArray
 
 START_TIMEOUT_S = 3600.0  # guess: a model of a terabyte is read in that time; a rank that dies shows at once
 SETTLE_S = 5.0  # guess: how long after one rank's end others are heard that may name layer and stage
@@ -93,6 +94,26 @@ class Ranks:
             results.append(answer)
         return join_results(plan, results)
 
+    def adopt(self, plan: ExpertPlan) -> int:
+        """Have all ranks go over to another plan.
+
+        Raises: PeerLost naming rank and layer; what a rank raised, such as HostMemoryShort.
+        """
+        assert not self._in_flight, "a step is under way"
+        for one in self._ranks:
+            one.pipe.send(Adopt(plan=plan))
+        sent_bytes = 0
+        for rank, answer in enumerate(self._gather(2 * MOVE_TIMEOUT_S, "move")):
+            if isinstance(answer, MoesaicError):
+                raise _told_by(rank, answer)
+            sent_bytes += answer.sent_bytes
+        return sent_bytes
+
+    def observe(self, loads: Sequence[IntArray]) -> None:
+        """Tell the ranks how often experts were chosen."""
+        for one in self._ranks:
+            one.pipe.send(Observe(loads=tuple(loads)))
+
     def forget(self, request_ids: Iterable[str]) -> None:
         """Tell the ranks that these requests are over."""
         message = Forget(request_ids=tuple(request_ids))
@@ -124,7 +145,11 @@ class Ranks:
                 except (EOFError, OSError):
                     lost = PeerLost(rank=rank, layer_idx=-1, stage=stage, seconds=0.0)
                     end_s = min(end_s, time.monotonic() + SETTLE_S)
-        told = [one.lost for one in answers.values() if isinstance(one, StepResult) and one.lost is not None]
+        told = [
+            one.lost
+            for one in answers.values()
+            if isinstance(one, StepResult | Adopted) and one.lost is not None
+        ]
         if told or lost is not None:
             raise told[0] if told else lost  # type: ignore[misc]  # one of them is there
         if waiting:

@@ -1,6 +1,7 @@
 """One plan of experts takes the place of another while ranks run: which blobs travel, and what follows them.
 
-Every rank works out all moves from the two plans, so that nothing but blobs is sent. Knows not when plans change.
+Every rank works out all moves from the two plans, so that nothing but blobs is sent. Knows not when plans
+change.
 """
 
 from __future__ import annotations

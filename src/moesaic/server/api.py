@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Annotated, Any, TypeVar
@@ -15,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from moesaic import __version__
 from moesaic.engine.client import EngineClient
-from moesaic.errors import Overloaded
+from moesaic.errors import HostMemoryShort, Overloaded, SwapRunning
 from moesaic.log import get_logger
 from moesaic.obs.metrics import CONTENT_TYPE, Metrics
 from moesaic.server.body import parse_body, query_error, read_body
@@ -24,17 +25,19 @@ from moesaic.server.expert_report import expert_report
 from moesaic.server.generation import Runner, until_gone
 from moesaic.server.job import Arrival, Job, JobMaker
 from moesaic.server.openapi import MAX_TOKENS_HEADER
-from moesaic.server.problem import Problem, problem_of, unavailable
+from moesaic.server.problem import HttpError, Problem, problem_of, unavailable
 from moesaic.server.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    PlacementBody,
     TokenizeBody,
     TokenizeChatBody,
 )
 from moesaic.server.reply import ReplyMaker
 from moesaic.server.settings import ServerSettings
 from moesaic.server.stream import EventStream
+from moesaic.spec.codec import to_plain
 from moesaic.text.defaults import SamplingDefaults
 from moesaic.text.template import ChatTemplate
 from moesaic.text.tokenizer import Tokenizer
@@ -184,6 +187,22 @@ class Api:
     ) -> dict[str, Any]:
         """How often each expert was chosen, since start or over the last `window_s` seconds."""
         return expert_report(self.engine.expert_load(window_s), self._moe_layers, window_s)
+
+    async def placement(self) -> dict[str, Any]:
+        """Which rank holds which experts, as the body of a POST here and as a file for --placement."""
+        plain: dict[str, Any] = to_plain(self.engine.placement())
+        return plain
+
+    async def place(self, request: Request) -> dict[str, Any]:
+        """Go over to another expert plan while requests run; answered when it is in force."""
+        body = await self._body(request, {"slot_rank": PlacementBody})
+        try:
+            swapped = await asyncio.to_thread(lambda: self.engine.adopt(body.plan()))
+        except SwapRunning as error:
+            raise HttpError(Problem(status=409, message=str(error), code="swap_running")) from error
+        except HostMemoryShort as error:
+            raise HttpError(Problem(status=409, message=str(error), code="capacity")) from error
+        return dataclasses.asdict(swapped)
 
     async def on_error(self, request: Request, error: Exception) -> Response:
         """Any expected error as its body."""

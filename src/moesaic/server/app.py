@@ -22,6 +22,7 @@ from moesaic.server.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    PlacementBody,
     TokenizeBody,
     TokenizeChatBody,
 )
@@ -69,7 +70,16 @@ def create_app(
         checks = [] if path in PROBE_PATHS else [_query_check(_QUERIES.get(path, ()))]
         app.add_api_route(path, endpoint, methods=[method], responses=responses, dependencies=checks, **extra)
     install_schemas(
-        app, [CompletionBody, ChatBody, TokenizeBody, TokenizeChatBody, DetokenizeBody, ChatChunk]
+        app,
+        [
+            CompletionBody,
+            ChatBody,
+            TokenizeBody,
+            TokenizeChatBody,
+            DetokenizeBody,
+            PlacementBody,
+            ChatChunk,
+        ],
     )
     app.add_exception_handler(MoesaicError, api.on_error)
     app.add_exception_handler(HTTPException, api.on_error)
@@ -123,6 +133,7 @@ def _routes(api: Api) -> list[tuple[str, str, Callable[..., Any], dict[str, Any]
         "responses": streamed(ChatChunk),
     }
     metrics = {"response_class": PlainTextResponse}
+    placement = {"openapi_extra": body_of(PlacementBody), "responses": {409: {"model": ErrorBody}}}
     return [
         ("POST", "/v1/completions", api.completions, completion),
         ("POST", "/v1/chat/completions", api.chat_completions, chat),
@@ -135,4 +146,6 @@ def _routes(api: Api) -> list[tuple[str, str, Callable[..., Any], dict[str, Any]
         ("GET", "/metrics", api.show_metrics, metrics),
         ("GET", "/v1/internal/active", api.active, {}),
         ("GET", "/v1/internal/experts", api.experts, {}),
+        ("GET", "/v1/internal/placement", api.placement, {}),
+        ("POST", "/v1/internal/placement", api.place, placement),
     ]

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moesaic.errors import CapacityError, ConfigError, KvExhausted, MoesaicError, Overloaded, RequestError
+from moesaic.errors import (
+    CapacityError,
+    ConfigError,
+    KvExhausted,
+    MoesaicError,
+    Overloaded,
+    PeerLost,
+    RequestError,
+)
 
 DRAIN_RETRY_S = 5.0  # guess: how soon another server answers in place of one that drains
 
@@ -71,7 +79,7 @@ def problem_of(error: Exception, *, is_draining: bool = False) -> Problem:
             )
         case KvExhausted():
             return Problem(status=400, message=str(error), code="context_length_exceeded")
-        case EngineLost():
+        case EngineLost() | PeerLost():
             return unavailable(str(error))
         case GenerationError():
             return Problem(status=500, message=str(error), kind="server_error", code="generation_failed")

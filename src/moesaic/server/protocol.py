@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from moesaic.errors import RequestError
 from moesaic.sched.request import MAX_LOGPROBS, MAX_STOPS
+from moesaic.spec.experts import MAX_VERSION, ExpertPlan
 
 MAX_STOP_CHARS = 1024
 MAX_BIASES = 1024
@@ -272,6 +274,30 @@ class ChatBody(ChatInput, Sampling):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
+
+
+Counts = list[list[Annotated[int, Field(ge=0, lt=2**31)]]]
+"""Whole numbers, by sparse layer and slot."""
+
+
+class PlacementBody(Body):
+    """An expert plan, as `moesaic balance -o` writes it: per sparse layer, what each slot holds and where."""
+
+    version: Annotated[int, Field(ge=0, le=MAX_VERSION)]
+    slot_rank: Counts
+    slot_expert: Counts
+    slot_slice: Counts
+    slot_share: list[list[Annotated[float, Field(ge=0)]]]
+
+    def plan(self) -> ExpertPlan:
+        """As the engine knows it."""
+        return ExpertPlan(
+            version=self.version,
+            slot_rank=tuple(np.array(row, dtype=np.int64) for row in self.slot_rank),
+            slot_expert=tuple(np.array(row, dtype=np.int64) for row in self.slot_expert),
+            slot_slice=tuple(np.array(row, dtype=np.int64) for row in self.slot_slice),
+            slot_share=tuple(np.array(row, dtype=np.float64) for row in self.slot_share),
+        )
 
 
 class TokenizeBody(Body):

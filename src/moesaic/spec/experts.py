@@ -14,6 +14,10 @@ Phase = Literal["prefill", "decode"]
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
+MAX_VERSION = (
+    2**30
+)  # of a plan that is given: versions travel in 32 bits, and rise with every stage of a swap
+
 
 class ExpertKey(NamedTuple):
     """One logical expert, or one slice of it, of one layer."""
