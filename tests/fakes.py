@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from moesaic.engine.client import EngineSnapshot
+from moesaic.engine.rank_window import RANK_COLUMNS, RankFigures
 from moesaic.engine.rebalance import Rebalance, Swapped
 from moesaic.errors import Overloaded, RequestError
 from moesaic.sched.request import Logprobs, Request, RequestEvent
@@ -203,6 +204,11 @@ class FakeEngine:
                 preemptions_total=0,
                 steps_total=self._totals["steps"],
                 span_seconds_total={"forward": 1.5, "sample": 0.25},
+                ranks=RankFigures(
+                    **{name: {"0": 1.0, "1": 2.0} for name in RANK_COLUMNS},
+                    compute_skew=1.5,
+                    communication_skew=1.25,
+                ),
                 active={"numerics_digest": "0123456789abcdef0123456789abcdef", "backend": "fake"},
             )
 

@@ -85,7 +85,8 @@ class KernelTimeout(MoesaicError):
 
 
 class PeerLost(MoesaicError):
-    """A rank stopped answering. `stage` is send, experts, collect or move; join, start or step outside layers."""
+    """A rank stopped answering. `stage` is send, experts, collect or move; join, start, step, move outside
+    layers."""
 
     is_retriable = True
 

@@ -30,7 +30,7 @@ def bodies() -> list[dict[str, Any]]:
     return [
         {
             "prompt": "Once upon a time, " * (1 + i % 3),
-            "max_tokens": 24,
+            "max_tokens": 16,
             "temperature": 0.8,
             "seed": i,
             "logprobs": 2,
@@ -109,8 +109,29 @@ def test_plans_change_under_twenty_requests_and_none_is_dropped(two: LLM, alone:
         assert client.get(PATH).json() == to_plain(
             replace(random_plan(len(swaps) - 1), version=len(swaps) * NUM_LAYERS)
         )
-        loads = two.engine.expert_load(None)
-        assert all(load.plan_version > 0 for load in loads)
+        assert all(load.plan_version > 0 for load in two.engine.expert_load(None))
+        told = client.get("/v1/internal/active").json()["engine"]
+        metrics = client.get("/metrics").text
+    check_ranks(told, two)
+    assert f"moesaic_expert_plan_version {float(told['plan']['version'])}" in metrics
+    for rank in told["ranks"]:
+        label = f'{{rank="{rank["rank"]}"}} {float(rank["num_jobs"])}'
+        assert f"moesaic_rank_jobs_total{label}" in metrics
+
+
+def check_ranks(told: dict[str, Any], llm: LLM) -> None:
+    """Every choice was computed by one rank, what one sent the other received, times are those of steps."""
+    ranks = told["ranks"]
+    assert [rank["pid"] for rank in ranks] == [process.pid for process in processes_of(llm.engine)]
+    num_choices = sum(int(np.stack(load.counts).sum()) for load in llm.engine.expert_load(None))
+    assert sum(rank["num_jobs"] for rank in ranks) == num_choices
+    assert ranks[0]["sent_bytes"] == ranks[1]["received_bytes"] > 0
+    assert ranks[1]["sent_bytes"] == ranks[0]["received_bytes"] > 0
+    assert all(rank["seconds"]["compute"] > 0 for rank in ranks)
+    assert all(16 * NUM_LAYERS >= rank["experts_held"] > 0 for rank in ranks)
+    assert sum(rank["experts_held"] for rank in ranks) >= 16 * NUM_LAYERS
+    assert 1.0 <= told["skew"]["compute"] <= 2.0
+    assert told["skew"]["communication"] == 1.0, "of two ranks one sends what the other receives"
 
 
 def test_memory_follows_the_plan(two: LLM) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from moesaic.engine.rank_window import RankFigures
 from moesaic.engine.rebalance import Swapped
 from moesaic.sched.request import Request, RequestEvent
 from moesaic.spec.experts import ExpertLoad, ExpertPlan
@@ -36,6 +37,9 @@ class EngineSnapshot:
     active: Mapping[
         str, Any
     ]  # numerics digest, backend, effects, self-test, layout: what runs and what was refused
+    ranks: RankFigures = field(default_factory=RankFigures)
+    plan_version: int = 0
+    moved_bytes_total: int = 0
 
 
 class EngineClient(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,6 +59,7 @@ class ModelFacts:
     layout: Layout
     plan: ExpertPlan | None = None  # that it starts with; None: equal runs
     replica_choice: ReplicaChoice = "turns"
+    pids: tuple[int, ...]  # of the ranks
 
     @classmethod
     def of(cls, model: LoadedModel, layout: Layout) -> ModelFacts:
@@ -71,6 +73,7 @@ class ModelFacts:
             notes=model.notes,
             unused=model.unused_tensors,
             layout=layout,
+            pids=(os.getpid(),),
         )
 
 
@@ -129,7 +132,11 @@ def assemble(
     """The parts of an engine around a loaded model, not yet started; `layout` None is one rank's usual."""
     pool = KvPool(model.spec, model.numerics, config.num_blocks)
     worker = Worker(
-        Runner(model.decoder, pool), model.spec, grammars=grammars, traces_routes=config.trace_routes
+        Runner(model.decoder, pool),
+        model.spec,
+        grammars=grammars,
+        traces_routes=config.trace_routes,
+        meter=model.meter,
     )
     return _engine(
         ModelFacts.of(model, layout or data_parallel(1)),
@@ -161,7 +168,8 @@ def _start_on_ranks(
     """An engine whose model lies in several processes, each with requests of its own."""
     ranks = Ranks(launcher, arranged.layout.num_ranks)
     try:
-        setups = _setups(config, arranged, ranks.await_hello(), grammars)
+        hellos = ranks.await_hello()
+        setups = _setups(config, arranged, hellos, grammars)
         ranks.set_up(setups)
         ready = ranks.await_ready()
         digests = {name: digest for one in ready for name, digest in one.tensor_digests.items()}
@@ -176,6 +184,7 @@ def _start_on_ranks(
             layout=arranged.layout,
             plan=arranged.plan,
             replica_choice=config.replica_choice,
+            pids=tuple(one.pid for one in hellos),
         )
         machine = _smallest(setups[0].hosts, [one.machine for one in ready])
         resolved = config.with_environment(read_environment()).resolve(spec, facts.numerics, machine)
@@ -265,7 +274,7 @@ def _engine(
             num_micro_batches=model.layout.num_micro_batches,
         ),
         link=link,
-        facts=Facts(weight_bytes=model.weight_bytes, active=describe(model, config, notes)),
+        facts=Facts(weight_bytes=model.weight_bytes, active=describe(model, config, notes), pids=model.pids),
         rebalance=_rebalance(model) if model.spec.moe_layers else None,
         grammars=grammars,
     )

@@ -18,6 +18,7 @@ from moesaic.engine.config import ResolvedConfig
 from moesaic.engine.grammar import Grammars
 from moesaic.engine.link import Link
 from moesaic.engine.load_window import LoadWindow
+from moesaic.engine.rank_window import RankFigures, RankWindow
 from moesaic.engine.rebalance import Rebalance, Swapped
 from moesaic.errors import ConfigError, MoesaicError, Overloaded, RequestError
 from moesaic.log import get_logger
@@ -41,6 +42,7 @@ class Facts:
 
     weight_bytes: int
     active: Mapping[str, Any]
+    pids: tuple[int, ...] = ()  # of the ranks
 
 
 class Engine:
@@ -77,6 +79,7 @@ class Engine:
         self._outbox: list[RequestEvent] = []  # events that no step brought
         self._is_telling = False  # events left the scheduler and have not reached their owners
         self._loads = LoadWindow()
+        self._ranks = RankWindow(max(1, len(facts.pids)))
         self._span_s = {span.name: 0.0 for span in SPANS}
         self._is_draining = False
         self._is_closing = False
@@ -122,6 +125,7 @@ class Engine:
         with self._lock:
             stats = self._scheduler.stats()
             limits = self.config.limits
+            figures = self._ranks.figures()
             return EngineSnapshot(
                 is_ready=self._end is None and not self._is_closing and not self._is_draining,
                 is_draining=self._is_draining and self._end is None,
@@ -141,8 +145,40 @@ class Engine:
                 preemptions_total=stats.preemptions_total,
                 steps_total=stats.steps_total,
                 span_seconds_total=dict(self._span_s),
-                active=self._facts.active,
+                active=self._active(figures),
+                ranks=figures,
+                plan_version=self._scheduler.plan_version,
+                moved_bytes_total=0 if self._rebalance is None else self._rebalance.moved_bytes_total,
             )
+
+    def _active(self, figures: RankFigures) -> dict[str, Any]:
+        """What runs: what never changes, then the plan and what each rank did so far."""
+        rebalance = self._rebalance
+        ranks = [
+            {
+                "rank": rank,
+                "pid": pid,
+                "num_jobs": int(figures.num_jobs[str(rank)]),
+                "sent_bytes": int(figures.sent_bytes[str(rank)]),
+                "received_bytes": int(figures.received_bytes[str(rank)]),
+                "seconds": {
+                    "compute": figures.compute_s[str(rank)],
+                    "transfer": figures.transfer_s[str(rank)],
+                    "wait": figures.wait_s[str(rank)],
+                },
+                "experts_held": 0 if rebalance is None else rebalance.num_held(rank),
+            }
+            for rank, pid in enumerate(self._facts.pids)
+        ]
+        return {
+            **self._facts.active,
+            "plan": {
+                "version": self._scheduler.plan_version,
+                "is_swapping": rebalance is not None and rebalance.is_swapping,
+            },
+            "ranks": ranks,
+            "skew": {"compute": figures.compute_skew, "communication": figures.communication_skew},
+        }
 
     def expert_load(self, window_s: float | None) -> tuple[ExpertLoad, ...]:
         """One load per phase, since start (None) or over the last `window_s` seconds, up to five minutes."""
@@ -245,6 +281,7 @@ class Engine:
             with self._lock:
                 events = self._scheduler.commit(result, time.monotonic())
                 self._loads.add(result.loads)
+                self._ranks.add(result.ranks, time.monotonic())
                 loads = None if self._rebalance is None else self._rebalance.take_loads(result.loads)
                 for name, seconds in result.spread.items():
                     self._span_s[name] += seconds

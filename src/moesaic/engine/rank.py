@@ -178,6 +178,7 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
             plan=plan,
             dispatcher=dispatcher,
             moves=GlooTransport(mesh, num_lanes=1, name="moves"),
+            traffic=wires.traffic,
         ),
     )
 
@@ -241,6 +242,9 @@ def _worker(model: LoadedModel, setup: RankSetup, config: ResolvedConfig, rank: 
         grammars=setup.grammars,
         traces_routes=config.trace_routes,
         replica_idx=rank,
+        rank=rank,
+        meter=model.meter,
+        traffic=model.traffic,
     )
 
 

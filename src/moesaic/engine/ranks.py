@@ -173,6 +173,7 @@ def join_results(plan: StepPlan, results: Sequence[StepResult]) -> StepResult:
         loads=tuple(_add_loads(loads) for loads in by_phase.values()),
         spread={name: max(one.spread[name] for one in results) for name in first.spread},
         has_overflowed=any(one.has_overflowed for one in results),
+        ranks=tuple(step for one in results for step in one.ranks),
         tokens=union("tokens"),
         logprobs=union("logprobs"),
         prompt_logprobs=union("prompt_logprobs"),

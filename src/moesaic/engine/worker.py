@@ -18,9 +18,11 @@ from moesaic.engine.grammar import BoolArray, Grammars, Matcher
 from moesaic.engine.runner import Runner
 from moesaic.engine.sampler import Recipe, Sampler
 from moesaic.errors import RequestError
+from moesaic.parallel.meter import Meter
+from moesaic.parallel.transport import Traffic
 from moesaic.sched.request import Logprobs, Request
-from moesaic.sched.step import StepPlan, StepResult
-from moesaic.spec.experts import ExpertLoad, IntArray
+from moesaic.sched.step import RankStep, StepPlan, StepResult
+from moesaic.spec.experts import ExpertLoad, FloatArray, IntArray
 from moesaic.spec.model import ModelSpec
 
 PROMPT_LOGIT_ROWS = 64  # guess: prompt rows whose logits are held at once; 64 rows of 150,000 are 38 MB
@@ -93,7 +95,11 @@ class Worker:
         grammars: Grammars | None = None,
         traces_routes: bool = False,
         replica_idx: int = 0,
+        rank: int = 0,
+        meter: Meter | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
+        """`meter` is the model's; `traffic` is with other ranks, None: there are none."""
         self._runner = runner
         self._vocab = spec.vocab
         self._num_experts = [moe.num_experts for _, moe in spec.moe_layers]
@@ -101,6 +107,9 @@ class Worker:
         self._grammars = grammars
         self._traces_routes = traces_routes
         self._replica_idx = replica_idx
+        self._rank = rank
+        self._meter = meter or Meter()
+        self._traffic = traffic
         self._tracks: dict[str, Track] = {}
 
     @property
@@ -116,6 +125,7 @@ class Worker:
     def run(self, plan: StepPlan) -> StepResult:
         """Execute one step."""
         began_s, began_unix_s = time.perf_counter(), time.time()
+        before = self._reading()
         self.forget(plan.retired)
         for request in plan.admitted:
             self._tracks[request.request_id] = Track.of(request, self._vocab)
@@ -130,6 +140,7 @@ class Worker:
             self._score_prompts(batch, hidden_TD, outcome)
             self._trace(batch, observer, outcome)
         ended_s = time.perf_counter()
+        spent = self._reading() - before
         return StepResult(
             step_id=plan.step_id,
             tokens=outcome.tokens,
@@ -137,8 +148,28 @@ class Worker:
             prompt_logprobs=outcome.prompt_logprobs,
             loads=self._loads(census, plan.plan_version, began_unix_s, began_unix_s + ended_s - began_s),
             spread={"forward": forward_s - began_s, "sample": ended_s - forward_s},
+            ranks=(self._rank_step(spent, ended_s - began_s),),
             routes=outcome.routes,
             failed=outcome.failed,
+        )
+
+    def _reading(self) -> FloatArray:
+        """Jobs, seconds of transfer and of waiting, and bytes sent to each rank, all since the start."""
+        meter, traffic = self._meter, self._traffic
+        if traffic is None:
+            return np.array([meter.jobs(), meter.transfer_s, 0.0, 0.0])
+        sent_W = traffic.send_bytes + traffic.collect_bytes
+        return np.array([meter.jobs(), meter.transfer_s, traffic.wait_s, *sent_W.tolist()])
+
+    def _rank_step(self, spent: FloatArray, step_s: float) -> RankStep:
+        num_jobs, transfer_s, wait_s, *sent_bytes = spent.tolist()
+        return RankStep(
+            rank=self._rank,
+            num_jobs=int(num_jobs),
+            sent_bytes=tuple(map(int, sent_bytes)),
+            compute_s=max(step_s - transfer_s - wait_s, 0.0),
+            transfer_s=transfer_s,
+            wait_s=wait_s,
         )
 
     def _micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:

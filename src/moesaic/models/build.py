@@ -49,8 +49,9 @@ from moesaic.parallel.dispatch.fused import Fused
 from moesaic.parallel.dispatch.fused_ranks import FusedRanks
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
+from moesaic.parallel.meter import Meter
 from moesaic.parallel.moves import Follower, Placed
-from moesaic.parallel.transport import Transport
+from moesaic.parallel.transport import Traffic, Transport
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
 from moesaic.spec.families import RUNNABLE_TYPES, read_config
 from moesaic.spec.locate import locate_folder
@@ -78,7 +79,7 @@ class Dispatcher(TokenSide, ExpertSide, Follower, Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Share:
-    """What one rank of several holds, and how it reaches the others.
+    """What one rank of several holds, and how it reaches the others; `traffic` counts its dispatcher's bytes.
 
     `dispatcher` is made when the model's spec and numerics are known. Over `moves` experts travel when the
     plan changes; None: it never does.
@@ -88,6 +89,7 @@ class Share:
     plan: ExpertPlan
     dispatcher: Callable[[ModelSpec, Numerics], Dispatcher | FusedRanks]
     moves: Transport | None = None
+    traffic: Traffic | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -99,6 +101,8 @@ class LoadedModel:
     ops: Ops
     decoder: Decoder
     placed: Placed | None  # the routed experts; None: a dense model
+    meter: Meter
+    traffic: Traffic | None  # with other ranks; None: there are none
     weight_bytes: int  # in memory, in the numerics' formats
     accounting: Accounting
     notes: tuple[str, ...]  # what loading did that the folder does not show
@@ -224,7 +228,7 @@ def build(
         dispatcher: Dispatcher | FusedRanks = Local(spec.moe_layers, numerics)
     else:
         dispatcher = share.dispatcher(spec, numerics)
-    placed = None
+    placed, meter = None, Meter()
     if weights.store is not None:
         layer_idxs = [layer_idx for layer_idx, _ in spec.moe_layers]
         moves = None if share is None else share.moves
@@ -234,8 +238,10 @@ def build(
         spec=spec,
         numerics=numerics,
         ops=ops,
-        decoder=_decoder(spec, weights, ops, dispatcher),
+        decoder=_decoder(spec, weights, ops, dispatcher, meter),
         placed=placed,
+        meter=meter,
+        traffic=None if share is None else share.traffic,
         weight_bytes=weight_bytes_of(accounting, numerics, held),
         accounting=accounting,
         notes=() if decoding is None else (decoding,),
@@ -268,8 +274,10 @@ def _head_widths(mixer: GqaSpec | MlaSpec) -> tuple[int, int]:
     return mixer.head_dim, mixer.head_dim
 
 
-def _decoder(spec: ModelSpec, weights: Weights, ops: Ops, dispatcher: Dispatcher | FusedRanks) -> Decoder:
-    parts = _Parts(spec, weights, ops, dispatcher)
+def _decoder(
+    spec: ModelSpec, weights: Weights, ops: Ops, dispatcher: Dispatcher | FusedRanks, meter: Meter
+) -> Decoder:
+    parts = _Parts(spec, weights, ops, dispatcher, meter)
     return Decoder(
         embedding_VD=weights.model["embedding"],
         layers=[parts.layer(layer_idx, layer) for layer_idx, layer in enumerate(spec.layers)],
@@ -289,13 +297,19 @@ class _Parts:
     """Makes the layers of one model; what layers share (rope tables, the dispatcher) is made once."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, ops: Ops, dispatcher: Dispatcher | FusedRanks
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        ops: Ops,
+        dispatcher: Dispatcher | FusedRanks,
+        meter: Meter,
     ) -> None:
         self.spec = spec
         self.weights = weights
         self.ops = ops
         self.ropes: dict[RopeSpec, RopeTable] = {}
         self.dispatcher = dispatcher
+        self.meter = meter
         self.num_moe = 0
 
     def layer(self, layer_idx: int, layer: LayerSpec) -> DecoderLayer:
@@ -383,10 +397,15 @@ class _Parts:
         The bits are the same.
         """
         if isinstance(self.dispatcher, FusedRanks):
-            return self.dispatcher.layer(layer_idx, ffn, store, self.ops)
+            return self.dispatcher.layer(layer_idx, ffn, store, self.ops, self.meter)
         if isinstance(self.ops, NativeOps) and isinstance(self.dispatcher, Local):
-            return Fused(layer_idx, ffn, store, self.ops)
-        return Staged(tokens=self.dispatcher, experts=self.dispatcher, ffn=LoopFfn(ffn, store, self.ops))
+            return Fused(layer_idx, ffn, store, self.ops, self.meter)
+        return Staged(
+            tokens=self.dispatcher,
+            experts=self.dispatcher,
+            ffn=LoopFfn(ffn, store, self.ops),
+            meter=self.meter,
+        )
 
     def branch_norms(self, layer_idx: int) -> BranchNorms:
         """The norms around the experts and around the network beside them."""

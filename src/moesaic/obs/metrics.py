@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from threading import Lock
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -78,7 +79,7 @@ class Metrics:
                 family.add_metric([], buckets, sum_value=total)
                 yield family
             elif entry.snapshot is not None:
-                yield _family(entry, _snapshot_samples(getattr(snapshot, entry.snapshot)))
+                yield _family(entry, _snapshot_samples(attrgetter(entry.snapshot)(snapshot)))
             elif entry.name == "moesaic_build_info":
                 yield _family(entry, [(self._info, 1.0)])
             elif entry.name in expert_samples:
@@ -155,7 +156,9 @@ class _Scrape(Collector):
         ]
 
 
-def _snapshot_samples(value: float | Mapping[str, float]) -> Samples:
+def _snapshot_samples(value: float | Mapping[str, float] | None) -> Samples:
+    if value is None:
+        return []
     if isinstance(value, Mapping):
         return [((label,), float(number)) for label, number in value.items()]
     return [((), float(value))]

@@ -27,7 +27,7 @@ class Metric:
     unit: Unit = ""
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # histograms only: upper bounds, without infinity
-    snapshot: str | None = None  # attribute of the engine's snapshot: a number, or numbers by the one label
+    snapshot: str | None = None  # in the engine's snapshot: a number, or numbers by the one label, or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +172,69 @@ METRICS: tuple[Metric, ...] = (
         unit="bytes",
         snapshot="weight_bytes",
         help="Memory of the weights.",
+    ),
+    # -- ranks -----------------------------------------------------------------------------------------
+    Metric(
+        name="moesaic_rank_jobs_total",
+        kind="counter",
+        labels=("rank",),
+        snapshot="ranks.num_jobs",
+        help="Choices that the experts of this rank computed.",
+    ),
+    *(
+        Metric(
+            name=f"moesaic_rank_{name}_bytes_total",
+            kind="counter",
+            unit="bytes",
+            labels=("rank",),
+            snapshot=f"ranks.{name}_bytes",
+            help=f"Messages of steps that this rank {what} other ranks; experts that move are counted apart.",
+        )
+        for name, what in (("sent", "sent to"), ("received", "received from"))
+    ),
+    *(
+        Metric(
+            name=f"moesaic_rank_{name}_seconds_total",
+            kind="counter",
+            unit="seconds",
+            labels=("rank",),
+            snapshot=f"ranks.{name}_s",
+            help=f"Time of the steps committed that this rank spent {what}.",
+        )
+        for name, what in (
+            ("compute", "computing; where layers are one native call over ranks, in all of it"),
+            ("transfer", "packing, handing over and unpacking messages"),
+            ("wait", "waiting for other ranks"),
+        )
+    ),
+    Metric(
+        name="moesaic_rank_compute_skew_ratio",
+        kind="gauge",
+        unit="ratio",
+        snapshot="ranks.compute_skew",
+        help=f"Most choices that a rank's experts computed by the mean of all ranks, over the last "
+        f"{WINDOW_S:g} s; 1 is even.",
+    ),
+    Metric(
+        name="moesaic_rank_communication_skew_ratio",
+        kind="gauge",
+        unit="ratio",
+        snapshot="ranks.communication_skew",
+        help=f"Most bytes sent and received by a rank by the mean of all, over the last {WINDOW_S:g} s; 1 is "
+        "even.",
+    ),
+    Metric(
+        name="moesaic_expert_plan_version",
+        kind="gauge",
+        snapshot="plan_version",
+        help="Version of the expert plan in force; it rises with every stage of a swap.",
+    ),
+    Metric(
+        name="moesaic_expert_moved_bytes_total",
+        kind="counter",
+        unit="bytes",
+        snapshot="moved_bytes_total",
+        help="Experts that ranks sent to each other when the plan changed.",
     ),
     # -- expert load: the only family with expert ids ----------------------------------------------------
     Metric(

@@ -36,7 +36,8 @@ class GlooTransport(Transport):
     def exchange(self, parts: Sequence[Tensor], *, lane: int, purpose: Purpose) -> Arrival:
         """Start the exchange of sizes; that of bytes follows when they are known."""
         self.traffic.count(purpose.stage, parts)
-        arrival = _GlooArrival(self._mesh, self._groups[lane], self._last[lane], parts, purpose)
+        before = self._last[lane]
+        arrival = _GlooArrival(self._mesh, self._groups[lane], before, parts, purpose, self.traffic)
         self._last[lane] = arrival
         return arrival
 
@@ -49,8 +50,10 @@ class _GlooArrival(Arrival):
         before: _GlooArrival | None,
         parts: Sequence[Tensor],
         purpose: Purpose,
+        traffic: Traffic,
     ) -> None:
         self._mesh = mesh
+        self._traffic = traffic
         self._purpose = purpose
         self._before = before
         self._sizes = [part.numel() for part in parts]
@@ -85,6 +88,7 @@ class _GlooArrival(Arrival):
             rank = self._mesh.missing(f"{self._purpose.stage} of layer {self._purpose.layer_idx}")
             seconds = time.monotonic() - began_s
             raise self._purpose.lost(-1 if rank is None else rank, seconds) from error
+        self._traffic.wait_s += time.monotonic() - began_s
         self._is_over, self._before = True, None
 
     def take(self) -> list[Tensor]:

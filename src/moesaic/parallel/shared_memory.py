@@ -37,18 +37,25 @@ class SharedMemoryTransport(Transport):
         self._turns[lane] = turn + 1
         parts = [part.contiguous() for part in parts]
         self._messenger.put(lane, turn, [part.data_ptr() for part in parts], [part.numel() for part in parts])
-        return _SharedArrival(self._messenger, self.segment, (lane, turn), parts, purpose)
+        return _SharedArrival(self._messenger, self.segment, (lane, turn), parts, purpose, self.traffic)
 
 
 class _SharedArrival(Arrival):
     def __init__(
-        self, messenger: Any, segment: Segment, key: tuple[int, int], parts: list[Tensor], purpose: Purpose
+        self,
+        messenger: Any,
+        segment: Segment,
+        key: tuple[int, int],
+        parts: list[Tensor],
+        purpose: Purpose,
+        traffic: Traffic,
     ) -> None:
         self._messenger = messenger
         self._segment = segment
         self._key = key
         self._parts = parts  # some may not have left
         self._purpose = purpose
+        self._traffic = traffic
 
     def ready(self) -> bool:
         is_ready: bool = self._messenger.ready(*self._key)
@@ -57,6 +64,7 @@ class _SharedArrival(Arrival):
     def wait(self, timeout_s: float) -> None:
         began_s = time.monotonic()
         late = self._messenger.wait(*self._key, timeout_s)
+        self._traffic.wait_s += time.monotonic() - began_s
         if late >= 0:
             raise self._purpose.lost(late, time.monotonic() - began_s)
 

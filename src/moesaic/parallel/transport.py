@@ -44,12 +44,14 @@ class Traffic:
     Experts that move have a transport of their own, and count as sent.
 
     Shapes:  send_bytes and collect_bytes [N] int64.
+    Units:   wait_s is the time that arrivals were waited for.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank = rank
         self.send_bytes = np.zeros(num_ranks, dtype=np.int64)
         self.collect_bytes = np.zeros(num_ranks, dtype=np.int64)
+        self.wait_s = 0.0
 
     def count(self, stage: Stage, parts: Sequence[Tensor]) -> None:
         """Add the messages of one exchange."""

@@ -61,6 +61,22 @@ class StepPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankStep:
+    """What one rank did in a step, beside its answers.
+
+    Units:   seconds of its computing thread, which add up to the step: transfer is packing, handing over and
+             unpacking messages, wait is for others. Where layers are one native call, all of it is compute.
+    """
+
+    rank: int
+    num_jobs: int  # choices that its experts computed
+    sent_bytes: tuple[int, ...]  # in messages, to each rank
+    compute_s: float
+    transfer_s: float
+    wait_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """All that happened in one step."""
 
@@ -72,6 +88,7 @@ class StepResult:
     ]  # for the prompt positions computed in this step
     loads: tuple[ExpertLoad, ...]  # one per phase present
     spread: Mapping[str, float]  # seconds by span name, for predicted beside measured
+    ranks: tuple[RankStep, ...] = ()  # one per rank that tells
     routes: Mapping[str, IntArray] = field(default_factory=dict)  # [T, num_moe_layers, K], only when traced
     has_overflowed: bool = False
     lost: PeerLost | None = None

@@ -14,6 +14,7 @@ from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.native.moe import MoeLayer
 from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.wire import round_to_wire
+from moesaic.parallel.meter import Meter
 from moesaic.spec.model import MoeSpec
 from moesaic.steps import DONE, Steps
 
@@ -25,8 +26,15 @@ class Fused(RoutedExperts):
     takes the new one.
     """
 
-    def __init__(self, layer_idx: int, spec: MoeSpec, store: ResidentStore, ops: NativeOps) -> None:
-        """Checks every weight once.
+    def __init__(
+        self,
+        layer_idx: int,
+        spec: MoeSpec,
+        store: ResidentStore,
+        ops: NativeOps,
+        meter: Meter | None = None,
+    ) -> None:
+        """Checks every weight once; `meter` gets the jobs.
 
         Raises: ConfigError when an expert has no slot, and for shards that do not fit.
         """
@@ -34,6 +42,7 @@ class Fused(RoutedExperts):
         self._spec = spec
         self._store = store
         self._ops = ops
+        self._meter = meter or Meter()
         self._seam = torch_dtype(ops.numerics.seam_dtype)
         self._wire = ops.numerics.wire_format
         self._is_rounded = self._wire != ops.numerics.seam_dtype
@@ -42,6 +51,7 @@ class Fused(RoutedExperts):
     def forward(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Steps[Tensor]:
         """y_TD [T, D] in the seam dtype: the weighted sum over each token's choices."""
         yield DONE
+        self._meter.num_jobs += routing.experts_TK.numel()
         table = self._store.table(self._layer_idx)
         if table is not self._table:
             self._point_to(table)

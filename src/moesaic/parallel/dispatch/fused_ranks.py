@@ -26,6 +26,7 @@ from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.ops import Ops
 from moesaic.kernels.wire import round_to_wire
 from moesaic.parallel.dispatch.slots import LayerTable, layer_tables
+from moesaic.parallel.meter import Meter
 from moesaic.parallel.segment import compiled_wires
 from moesaic.parallel.shared_memory import SharedMemoryTransport
 from moesaic.placement.choice import ReplicaChoice
@@ -90,8 +91,10 @@ class FusedRanks:
         """By micro-batch; none before the first layer was made."""
         return self._lanes
 
-    def layer(self, layer_idx: int, spec: MoeSpec, store: ResidentStore, ops: Ops) -> RoutedExperts:
-        """The experts of one layer over this rank's store.
+    def layer(
+        self, layer_idx: int, spec: MoeSpec, store: ResidentStore, ops: Ops, meter: Meter | None = None
+    ) -> RoutedExperts:
+        """The experts of one layer over this rank's store; `meter` is told where jobs are counted.
 
         Raises: ConfigError for a backend that is not native, and for shards that do not fit.
         """
@@ -106,6 +109,8 @@ class FusedRanks:
                 ops.rank_lane(segment.wire, at, lane.num_results, traffic.send_bytes, traffic.collect_bytes)
                 for at, lane in enumerate(segment.shape.lanes)
             ]
+            if meter is not None:
+                meter.counters.append(lambda: sum(lane.counts.jobs for lane in self._lanes))
         return _FusedLayer(self, layer_idx, spec, store, ops)
 
 

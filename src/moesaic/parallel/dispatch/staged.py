@@ -5,6 +5,7 @@ Knows neither where experts are nor how rows travel; whatever waits, yields.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from moesaic.errors import ConfigError
 from moesaic.experts.contract import ExpertFfn, ExpertSide, RoutedExperts, Routing, Tag, TokenSide
+from moesaic.parallel.meter import Meter
 from moesaic.steps import Steps
 
 
@@ -24,29 +26,47 @@ class Staged(RoutedExperts):
     """
 
     def __init__(
-        self, *, tokens: TokenSide, experts: ExpertSide, ffn: ExpertFfn, num_chunks: int = 1
+        self,
+        *,
+        tokens: TokenSide,
+        experts: ExpertSide,
+        ffn: ExpertFfn,
+        num_chunks: int = 1,
+        meter: Meter | None = None,
     ) -> None:
+        """`meter` gets the time of the four verbs, and the jobs."""
         if num_chunks < 1:
             raise ConfigError(f"num_chunks must be at least 1, got {num_chunks}")
         self.tokens = tokens
         self.experts = experts
         self.ffn = ffn
         self.num_chunks = num_chunks
+        self.meter = meter or Meter()
 
     def forward(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Steps[Tensor]:
         """y_TD [T, D] in the seam dtype: the weighted sum over each token's choices."""
-        sent = []
+        sent, meter, now_s = [], self.meter, time.perf_counter
+        began_s = now_s()
         for x, choices, at in self._chunks(x_TD, routing, tag):
             sent.append((at, self.tokens.send(x, choices, at, hint_E)))
             hint_E = None  # it is about the whole layer: once is enough
+        meter.transfer_s += now_s() - began_s
         for at, _ in sent:
             yield self.experts.next(at)
+            began_s = now_s()
             batch = self.experts.receive(at)
-            self.experts.reply(batch, (yield from self.ffn(batch)))
+            meter.transfer_s += now_s() - began_s
+            meter.num_jobs += batch.num_jobs
+            out_JD = yield from self.ffn(batch)
+            began_s = now_s()
+            self.experts.reply(batch, out_JD)
+            meter.transfer_s += now_s() - began_s
         parts = []
         for _, ticket in sent:
             yield ticket.returned
+            began_s = now_s()
             parts.append(self.tokens.collect(ticket))
+            meter.transfer_s += now_s() - began_s
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _chunks(self, x_TD: Tensor, routing: Routing, tag: Tag) -> Iterator[tuple[Tensor, Routing, Tag]]:
