@@ -56,8 +56,8 @@ class Staged(RoutedExperts):
             began_s = now_s()
             batch = self.experts.receive(at)
             meter.transfer_s += now_s() - began_s
-            meter.num_jobs += batch.num_jobs
             out_JD = yield from self.ffn(batch)
+            meter.num_jobs += len(out_JD)
             began_s = now_s()
             self.experts.reply(batch, out_JD)
             meter.transfer_s += now_s() - began_s
