@@ -154,7 +154,7 @@ def test_torchrun_on_two_nodes_serves_the_tokens_of_one_process_and_ends_on_sigt
         run.start(
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
             *("--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port),
-            *("-m", "moesaic", "serve", "demo", "--port", "0", *FLAGS),
+            *("-m", "moesaic", "serve", "demo", "--port", "0", "--dispatcher", "two_level", *FLAGS),
             env={"PYTHONUNBUFFERED": "1"},
         )
         for node in range(2)
@@ -202,10 +202,11 @@ def test_a_killed_rank_is_named_and_ranks_end_with_a_killed_controller(alone: li
 
 
 def test_ranks_in_two_network_namespaces_give_the_tokens_of_one_process(alone: list[int], run: Run) -> None:
+    options = json.dumps({"dispatcher": "exchange"})  # they share a kernel, and so its memory
     with two_namespaces() as (names, host):
         controller, _ = (
             run.start(
-                *("ip", "netns", "exec", name, sys.executable, "-c", SCRIPT, "{}"), env=world(rank, 2, host, 29500)
+                *("ip", "netns", "exec", name, sys.executable, "-c", SCRIPT, options), env=world(rank, 2, host, 29500)
             )
             for rank, name in enumerate(names)
         )
