@@ -14,15 +14,16 @@ from moesaic.engine.launchers.launcher import Address, Launcher
 from moesaic.engine.launchers.local import Local
 from moesaic.engine.launchers.ray import Ray
 from moesaic.engine.launchers.torchrun import Torchrun
-from moesaic.engine.layout import Arrangement, arrange, check_hosts, data_parallel, describe_layout
+from moesaic.engine.layout import Arrangement, data_parallel, describe_layout, settle
 from moesaic.engine.link import Link, LocalLink
 from moesaic.engine.loop import Engine, Facts
 from moesaic.engine.machine import Machine, read_machine
-from moesaic.engine.rank import Hello, RankPool, RankSetup
+from moesaic.engine.rank import Hello, RankPool, RankSetup, arrange_for
 from moesaic.engine.ranks import Ranks
 from moesaic.engine.rebalance import Rebalance
 from moesaic.engine.runner import Runner
 from moesaic.engine.worker import Worker
+from moesaic.errors import ConfigError
 from moesaic.experts.blob import BlobLayout
 from moesaic.hashing import digest
 from moesaic.kernels import huge_pages, native
@@ -91,16 +92,13 @@ def start_engine(
              them before a request is taken.
     """
     spec, world = read_spec(config.model), read_world(config)
-    backend = config.with_environment(read_environment()).backend or default_backend()
-    arranged = arrange(
-        config.layout,
-        spec,
-        None if world is None else world.started(),
-        is_native=backend.startswith("native/"),
-    )
+    arranged = arrange_for(config, spec, None if world is None else world.started())
     if arranged.layout.num_ranks > 1:
         launcher = _launcher(config, arranged.layout, world)
         return _start_on_ranks(config, spec, arranged, launcher, tokenizer_digest, grammars).start()
+    for name, value in (("--launcher", config.launcher), ("--rank-address", config.rank_address)):
+        if value not in (None, "local"):
+            raise ConfigError(f"{name} {value} is for several ranks, and there is one: ask for --ranks, too")
     config = config.with_environment(read_environment())
     machine = read_machine()
     model = build(
@@ -169,6 +167,7 @@ def _start_on_ranks(
     ranks = Ranks(launcher, arranged.layout.num_ranks)
     try:
         hellos = ranks.await_hello()
+        arranged = settle(arranged, config.layout, [one.host for one in hellos])
         setups = _setups(config, arranged, hellos, grammars)
         ranks.set_up(setups)
         ready = ranks.await_ready()
@@ -198,16 +197,10 @@ def _start_on_ranks(
 def _setups(
     config: EngineConfig, arranged: Arrangement, hellos: Sequence[Hello], grammars: Grammars | None
 ) -> list[RankSetup]:
-    """What each rank is told. Ranks of one host share its processors and memory.
-
-    Raises: ConfigError for ranks that cannot reach each other as the layout says.
-    """
+    """What each rank is told. Ranks of one host share its processors and memory."""
     hosts = tuple(one.host for one in hellos)
-    check_hosts(arranged.layout, hosts)
-    wishes, each = (
-        config.with_environment(read_environment()),
-        _shares(hosts, [one.machine for one in hellos]),
-    )
+    wishes = config.with_environment(read_environment())
+    each = _shares(hosts, [one.machine for one in hellos])
     return [
         RankSetup(
             config=config,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -138,10 +138,9 @@ def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None, is_nat
             + (f": ask for --ranks-per-node 1 to {num_ranks - 1}" if num_ranks > 1 else "")
             + ", or use exchange"
         )
-    is_one_host = started is None or per_node == num_ranks
     layout = data_parallel(
         num_ranks,
-        dispatcher=wish.dispatcher or (None if is_one_host or num_ranks == 1 else "exchange"),
+        dispatcher=wish.dispatcher,
         returns=wish.returns or "choices",
         num_micro_batches=wish.num_micro_batches or 1,
         ranks_per_node=per_node,
@@ -216,19 +215,21 @@ def check_layout(layout: Layout, spec: ModelSpec) -> None:
         )
 
 
-def check_hosts(layout: Layout, hosts: Sequence[str]) -> None:
-    """Whether ranks that are on these hosts (by rank) can reach each other as the layout says.
+def settle(arranged: Arrangement, wish: LayoutWish, hosts: Sequence[str]) -> Arrangement:
+    """The arrangement of ranks that are on these hosts, by rank: a dispatcher that was not stated follows.
 
-    Raises: ConfigError naming two ranks that cannot.
+    Raises: ConfigError naming two ranks that cannot reach each other as was stated.
     """
-    if layout.dispatcher != "shared_memory":
-        return
-    for rank, host in enumerate(hosts):
-        if host != hosts[0]:
-            raise ConfigError(
-                f"dispatcher shared_memory is for ranks of one host, and ranks 0 and {rank} share none: use "
-                "exchange or two_level"
-            )
+    layout = arranged.layout
+    if layout.dispatcher != "shared_memory" or len(set(hosts)) == 1:
+        return arranged
+    if wish.dispatcher is None and wish.deployment is None:
+        return replace(arranged, layout=replace(layout, dispatcher="exchange", is_fused=False))
+    far = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
+    raise ConfigError(
+        f"dispatcher shared_memory is for ranks of one host, and ranks 0 and {far} share none: use "
+        "exchange or two_level"
+    )
 
 
 def read_plan(path: str, num_ranks: int, spec: ModelSpec) -> ExpertPlan:

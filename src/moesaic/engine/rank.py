@@ -29,7 +29,7 @@ from torch import distributed as dist
 from moesaic import __version__
 from moesaic.engine.config import EngineConfig, ResolvedConfig, read_environment
 from moesaic.engine.grammar import Grammars
-from moesaic.engine.layout import Started, arrange, describe_layout
+from moesaic.engine.layout import Arrangement, Started, arrange, describe_layout, settle
 from moesaic.engine.link import MOVE_TIMEOUT_S
 from moesaic.engine.machine import Machine, host_key, read_machine
 from moesaic.engine.runner import Runner
@@ -134,6 +134,15 @@ class Leave:
     """The run is over."""
 
 
+def arrange_for(config: EngineConfig, spec: ModelSpec, started: Started | None) -> Arrangement:
+    """What the wishes of a process come to, on the kernels that it would use.
+
+    Raises: ConfigError, as `arrange`.
+    """
+    backend = config.with_environment(read_environment()).backend or default_backend()
+    return arrange(config.layout, spec, started, is_native=backend.startswith("native/"))
+
+
 def plan_of(setup: RankSetup, spec: ModelSpec) -> ExpertPlan:
     """The plan that was given, or experts in equal runs over the layout's ranks."""
     if setup.plan is not None:
@@ -157,7 +166,8 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
             checkpoint=checkpoint.header_digest(),
             numerics=numerics.digest(),
             backend=numerics.backend,
-            layout=f"{describe_layout(layout)}, placement {digest(to_plain(plan))}",
+            layout=f"{describe_layout(layout)}, placement {digest(to_plain(plan))}, steps of up to "
+            f"{config.max_tokens_per_step} tokens",
         )
     )
     wires = connect(layout, mesh, spec.moe_layers, numerics, config.max_tokens_per_step)
@@ -218,7 +228,8 @@ def serve(
         return
     try:
         if own is not None:
-            arranged = arrange(own.layout, read_spec(own.model), started)
+            wanted = arrange_for(own, read_spec(own.model), started)
+            arranged = settle(wanted, own.layout, setup.hosts)
             setup = replace(
                 setup, config=own, layout=arranged.layout, plan=arranged.plan, numerics=arranged.numerics
             )

@@ -57,8 +57,7 @@ class Ranks:
 
     def set_up(self, setups: Sequence[RankSetup]) -> None:
         """Let the ranks load; returns at once."""
-        for one, setup in zip(self._ranks, setups, strict=True):
-            one.pipe.send(setup)
+        self._tell(setups)
 
     def await_ready(self) -> list[RankReady]:
         """What the ranks say when all have loaded their share.
@@ -75,14 +74,12 @@ class Ranks:
 
     def start_pools(self, pool: RankPool) -> None:
         """Let the ranks make their KV pools and wait for plans."""
-        for one in self._ranks:
-            one.pipe.send(pool)
+        self._tell([pool] * len(self._ranks))
 
     def send(self, plan: StepPlan) -> None:
         """Hand a plan to every rank; returns at once."""
         self._in_flight.append(plan)
-        for one in self._ranks:
-            one.pipe.send(plan)
+        self._tell([plan] * len(self._ranks))
 
     def receive(self) -> StepResult:
         """The results of the oldest plan, of all ranks as one."""
@@ -116,17 +113,20 @@ class Ranks:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Tell the ranks that these requests are over."""
-        message = Forget(request_ids=tuple(request_ids))
-        for one in self._ranks:
-            one.pipe.send(message)
+        self._tell([Forget(request_ids=tuple(request_ids))] * len(self._ranks))
 
     def close(self) -> None:
         """End all ranks: they are told to leave, and when they do not, to whom they belong ends them."""
+        self._tell([Leave()] * len(self._ranks))
         for one in self._ranks:
-            with suppress(OSError):  # it may be gone
-                one.pipe.send(Leave())
             one.pipe.close()
         self._launcher.close()
+
+    def _tell(self, messages: Sequence[Any]) -> None:
+        """Send each rank its message. One that is gone shows when its answer is waited for."""
+        for one, message in zip(self._ranks, messages, strict=True):
+            with suppress(OSError):
+                one.pipe.send(message)
 
     def _gather(self, timeout_s: float, stage: str) -> list[Any]:
         """One message of each rank. A rank that ends is lost, unless others tell more of it soon after.

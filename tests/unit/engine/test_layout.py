@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moesaic.engine.config import EngineConfig
-from moesaic.engine.layout import LayoutWish, Started, arrange, check_hosts, data_parallel, describe_layout
+from moesaic.engine.layout import LayoutWish, Started, arrange, data_parallel, describe_layout, settle
 from moesaic.errors import ConfigError
 from moesaic.hashing import digest
 from moesaic.models.build import read_spec
@@ -161,8 +161,13 @@ def test_options_of_a_layout_are_options_of_the_engine() -> None:
 
 
 def test_shared_memory_is_for_one_host() -> None:
-    layout = data_parallel(3, dispatcher="shared_memory")
-    check_hosts(layout, ["a", "a", "a"])
+    asked, unasked = LayoutWish(num_ranks=3, dispatcher="shared_memory"), LayoutWish(num_ranks=3)
+    for wish in (asked, unasked):
+        arranged = arrange(wish, SPEC, is_native=True)
+        assert settle(arranged, wish, ["a", "a", "a"]) is arranged
+    found = settle(arrange(unasked, SPEC, is_native=True), unasked, ["a", "a", "b"])
+    assert found.layout == data_parallel(3, dispatcher="exchange")
     with pytest.raises(ConfigError, match="ranks 0 and 2 share none: use exchange or two_level"):
-        check_hosts(layout, ["a", "a", "b"])
-    check_hosts(data_parallel(2), ["a", "b"])
+        settle(arrange(asked, SPEC), asked, ["a", "a", "b"])
+    far = LayoutWish(num_ranks=3, dispatcher="exchange")
+    assert settle(arrange(far, SPEC), far, ["a", "b", "b"]).layout.dispatcher == "exchange"

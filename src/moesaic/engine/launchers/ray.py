@@ -135,7 +135,8 @@ def _connect() -> tuple[Any, bool]:
     if ray.is_initialized():
         return ray, False
     try:
-        ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
+        # What ranks print stays in Ray's own logs: here standard output is for results.
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
     except ConnectionError as error:
         raise ConfigError(
             "launcher ray found no cluster: start one with ray start --head, add nodes with ray start "
