@@ -18,9 +18,11 @@ from moesaic.engine.layout import data_parallel
 from moesaic.engine.llm import LLM
 from moesaic.engine.loop import Engine
 from moesaic.engine.ranks import Ranks
-from moesaic.errors import ConfigError
+from moesaic.errors import CapacityError, ConfigError
 from moesaic.hashing import digest
+from moesaic.kernels import native
 from moesaic.models.build import read_spec
+from moesaic.parallel.segment import FOLDER, PREFIX
 from moesaic.sched.request import RequestEvent, SamplingParams
 from moesaic.spec.codec import to_plain
 from moesaic.spec.deployment import Deployment, single_process
@@ -84,6 +86,8 @@ def test_ranks_answer_as_one_process_does_and_end_with_their_controller(
             assert found.active[name] == alone.snapshot.active[name]
         assert found.active["layout"]["num_ranks"] == num_ranks
         assert found.active["layout"]["experts"]["ep"] == num_ranks
+        fastest = ("shared_memory", True) if native.levels() else ("exchange", False)
+        assert (found.active["layout"]["dispatcher"], found.active["layout"]["is_fused"]) == fastest
         # Every rank has the dense weights, and its own experts alone.
         assert alone.snapshot.weight_bytes < found.weight_bytes < num_ranks * alone.snapshot.weight_bytes
         assert choices_of(llm) == alone.choices
@@ -168,6 +172,15 @@ def test_a_rank_that_dies_ends_every_request_with_its_name_and_leaves_no_process
     assert not llm.engine.snapshot().is_ready
     llm.close()
     assert all(process.poll() is not None for process in processes)
+    assert not list(FOLDER.glob(f"{PREFIX}*"))
+
+
+@pytest.mark.skipif(native.module() is None, reason="native kernels are not built")
+def test_messages_that_shared_memory_does_not_hold_are_refused_before_weights_are_read() -> None:
+    with pytest.raises(
+        CapacityError, match=r"2 ranks need \d+ bytes .* enlarge it .*lower max_tokens_per_step"
+    ):
+        LLM("demo", num_ranks=2, **OPTIONS, max_tokens_per_step=10**9)
 
 
 def test_numbers_of_ranks_that_cannot_be_are_refused() -> None:

@@ -190,7 +190,12 @@ def _covering(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _pairs(cell: Cell) -> set[tuple[object, object]]:
-    return set(combinations((cell.shape, cell.backend, f"{cell.num_micro_batches} parts", cell.placement), 2))
+    """A shape counts as one choice. Shared memory carries the messages of exchange, so it meets every other
+    choice and the choices need not meet each other there once more."""
+    shape, others = cell.shape, (cell.backend, f"{cell.num_micro_batches} parts", cell.placement)
+    if shape.dispatcher == "shared_memory" and not shape.is_fused:
+        return {(shape.dispatcher, value) for value in (shape.num_ranks, shape.returns, *others)}
+    return set(combinations((shape, *others), 2))
 
 
 def make_plan(num_experts: tuple[int, ...], num_ranks: int, placement: Placement) -> ExpertPlan:

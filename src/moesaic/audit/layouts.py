@@ -335,10 +335,8 @@ class _Ranks:
         layers = self._models[0].spec.moe_layers
         ends, wires = _wires(layout, layers, self._numerics, self._work)
         for seat, end in zip(self._seats, ends, strict=True):
-            if layout.is_fused:
-                continue
             found = make_dispatcher(layout, layers, self._numerics, self._plan, end)
-            if not isinstance(found, FusedRanks):
+            if not isinstance(found, FusedRanks):  # whose layers were made with the model
                 seat.dispatcher = found
         trace = run_ranks(self._models, self._work, num_micro_batches=cell.num_micro_batches)
         if wires.boxes:

@@ -94,6 +94,8 @@ class Layout:
             raise ConfigError(
                 f"dispatcher local sends nothing, so it has one rank; this layout has {self.num_ranks}"
             )
+        if self.dispatcher == "shared_memory" and self.num_ranks < 2:
+            raise ConfigError("dispatcher shared_memory is between ranks, and this layout has one: use local")
         if self.dispatcher == "remote" and mine == theirs:
             raise ConfigError("dispatcher remote needs experts on ranks of their own")
         self._check_nodes()
