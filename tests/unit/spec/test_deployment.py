@@ -295,7 +295,7 @@ def test_absent_fields_take_their_defaults() -> None:
         ({"experts": Grid(axes={"ep": 2}, ranks=(0, 1))}, "the same ranks or none in common"),
         ({"dispatcher": "local"}, "dispatcher local sends nothing, so it has one rank; this layout has 4"),
         ({"dispatcher": "remote"}, "experts on ranks of their own"),
-        ({"is_fused": True}, "a fused layer sends nothing; dispatcher exchange does"),
+        ({"is_fused": True}, "a fused layer is one native call; what exchange sends, Python hands over"),
         ({"num_micro_batches": 0}, "num_micro_batches must be at least 1"),
         ({"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
         ({"dispatcher": "two_level"}, "several nodes, got ranks_per_node = None and num_ranks = 4"),
