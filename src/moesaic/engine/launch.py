@@ -17,7 +17,7 @@ from moesaic.engine.layout import Arrangement, arrange, check_hosts, data_parall
 from moesaic.engine.link import Link, LocalLink
 from moesaic.engine.loop import Engine, Facts
 from moesaic.engine.machine import Machine, read_machine
-from moesaic.engine.rank import Hello, RankPool, RankSetup
+from moesaic.engine.rank import Hello, RankPool, RankSetup, home_of
 from moesaic.engine.ranks import Ranks
 from moesaic.engine.runner import Runner
 from moesaic.engine.worker import Worker
@@ -100,6 +100,7 @@ def start_engine(
         config.numerics_for(spec, backend=default_backend(), stated=arranged.numerics),
         num_threads=config.threads(machine),
         available_bytes=machine.available_bytes,
+        home=home_of(config),
         progress=progress,
     )
     resolved = config.resolve(model.spec, model.numerics, read_machine())
@@ -187,6 +188,14 @@ def _setups(
     """
     hosts = tuple(one.host for one in hellos)
     check_hosts(arranged.layout, hosts)
+    for host, machine in {one.host: one.machine for one in hellos}.items():
+        if hosts.count(host) > machine.num_cpus:
+            _log.warning(
+                "%d ranks share %d processors (%s) and wait for each other: fewer are faster",
+                hosts.count(host),
+                machine.num_cpus,
+                machine.cpu_source,
+            )
     wishes, each = (
         config.with_environment(read_environment()),
         _shares(hosts, [one.machine for one in hellos]),
