@@ -101,7 +101,7 @@ def with_options(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutOptions:
-    """Over how many processes and memories a model is spread, and how; what all verbs that run an engine share."""
+    """Over how many processes and memories a model is spread; what all verbs that run an engine share."""
 
     ranks: Annotated[
         int | None,
