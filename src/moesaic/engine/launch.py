@@ -29,6 +29,7 @@ from moesaic.kv.pool import KvPool
 from moesaic.log import get_logger
 from moesaic.models.build import LoadedModel, build, model_digest, read_spec
 from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.home import abandoned_weights
 from moesaic.sched.key import KvKeyScope
 from moesaic.sched.ledger import KvLedger
 from moesaic.sched.scheduler import Scheduler
@@ -81,6 +82,13 @@ def start_engine(
     Raises:  ConfigError, CheckpointError, HostMemoryShort, CapacityError, KernelUnavailable, PeerLost: all of
              them before a request is taken.
     """
+    if not config.share_weights:
+        for path, num_bytes in abandoned_weights():
+            _log.warning(
+                "%s takes %s of memory and no process uses it: remove it, or start with --share-weights",
+                path,
+                format_bytes(num_bytes),
+            )
     spec, world = read_spec(config.model), read_world(config)
     backend = config.with_environment(read_environment()).backend or default_backend()
     arranged = arrange(

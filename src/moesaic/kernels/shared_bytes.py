@@ -120,18 +120,25 @@ def held_bytes(path: Path) -> int:
         return 0
 
 
-def remove_abandoned(folder: Path, prefix: str, *, keep: str) -> Iterator[tuple[str, int]]:
-    """Remove files that no process has open, named `prefix`..., but not `keep`...; yields name and bytes."""
+def find_abandoned(folder: Path, prefix: str) -> Iterator[Path]:
+    """Files named `prefix`... that no process has open."""
     for path in sorted(folder.glob(f"{prefix}*")):
-        if path.name.startswith(keep):
-            continue
-        try:
+        with suppress(OSError):  # gone, or of somebody else
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # gone, or of somebody else
-            continue
-        num_bytes = held_bytes(path)
-        if _leave(descriptor, path, os.getpid()):
-            yield path.name, num_bytes
+            is_alone = _try_lock(descriptor, fcntl.LOCK_EX)
+            os.close(descriptor)
+            if is_alone:
+                yield path
+
+
+def remove_abandoned(path: Path) -> int:
+    """Remove a file that no process has open; returns its bytes, 0 if somebody has it now."""
+    num_bytes = held_bytes(path)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return 0
+    return num_bytes if _leave(descriptor, path, os.getpid()) else 0
 
 
 def _open(path: Path, num_bytes: int, wait: Wait) -> tuple[int, bool]:

@@ -213,8 +213,8 @@ def build(
         missing = rooms.missing_bytes()
         need = missing["experts"] + missing["rest"] // home.num_ranks
         need += widened_bytes_of(accounting, numerics)
-    check_memory(checkpoint, accounting, numerics, need, available_bytes)
     rooms.check(checkpoint.path)
+    check_memory(checkpoint, accounting, numerics, need, available_bytes)
     ops = choose(numerics, num_threads=num_threads)
     proof = ops.prove(
         matmul_shapes(accounting, numerics),

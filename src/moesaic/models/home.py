@@ -15,7 +15,7 @@ from moesaic.errors import ConfigError, HostMemoryShort
 from moesaic.hashing import digest
 from moesaic.kernels import huge_pages
 from moesaic.kernels.nodes import Node, bind
-from moesaic.kernels.shared_bytes import SharedBytes, held_bytes, remove_abandoned
+from moesaic.kernels.shared_bytes import SharedBytes, find_abandoned, held_bytes, remove_abandoned
 from moesaic.kernels.weight_memory import Bind, SharedMemory, WeightMemory, in_huge_pages
 from moesaic.log import get_logger
 from moesaic.models.checkpoint import Checkpoint
@@ -73,8 +73,7 @@ class Rooms:
             "experts": sum(sum(layer) for layer in expert_runs),
             "rest": in_huge_pages(rest_bytes),
         }
-        self._prefix = f"moesaic-weights-{os.geteuid()}-"
-        self._names = {half: f"{self._prefix}{name}" for half, name in names.items()}
+        self._names = {half: f"{_prefix()}{name}" for half, name in names.items()}
         self._opened: list[WeightMemory] = []
 
     @property
@@ -140,8 +139,9 @@ class Rooms:
     def _check_folder(self, folder: Path) -> None:
         model = self._names["rest"]
         try:
-            for name, num_bytes in remove_abandoned(folder, self._prefix, keep=model):
-                _log.info("removed %s, which no process used: %s", folder / name, format_bytes(num_bytes))
+            for path in find_abandoned(folder, _prefix()):
+                if not path.name.startswith(model) and (num_bytes := remove_abandoned(path)):
+                    _log.info("removed %s, which no process used: %s", path, format_bytes(num_bytes))
             found = os.statvfs(folder)
         except OSError as error:
             raise ConfigError(
@@ -175,6 +175,15 @@ class Rooms:
                 )
             stated.append(what)
         _log.info("weights by NUMA node: %s", "; ".join(stated))
+
+
+def abandoned_weights(folder: Path = SHARED_FOLDER) -> list[tuple[Path, int]]:
+    """Files of weights, with their bytes, that runs have left that were killed."""
+    return [(path, held_bytes(path)) for path in find_abandoned(folder, _prefix())]
+
+
+def _prefix() -> str:
+    return f"moesaic-weights-{os.geteuid()}-"
 
 
 def _share(path: Path, num_bytes: int, progress: Progress | None) -> SharedBytes:

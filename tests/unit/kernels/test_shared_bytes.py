@@ -14,7 +14,7 @@ import pytest
 
 from moesaic.errors import ConfigError
 from moesaic.kernels.huge_pages import HUGE_BYTES
-from moesaic.kernels.shared_bytes import SharedBytes, held_bytes, leave_all, remove_abandoned
+from moesaic.kernels.shared_bytes import SharedBytes, find_abandoned, held_bytes, leave_all, remove_abandoned
 
 SIZE = HUGE_BYTES
 
@@ -162,9 +162,10 @@ def test_one_that_fails_leaves_no_file_to_those_who_wait(tmp_path: Path) -> None
 def test_abandoned_files_are_removed_and_others_are_not(tmp_path: Path) -> None:
     kill(in_child(lambda: [fill(tmp_path / "w-old"), fill(tmp_path / "w-mine-x"), fill(tmp_path / "other")]))
     used = fill(tmp_path / "w-used")
-    removed = list(remove_abandoned(tmp_path, "w-", keep="w-mine"))
-    assert [name for name, _ in removed] == ["w-old"]
-    assert removed[0][1] >= SIZE
+    assert [path.name for path in find_abandoned(tmp_path, "w-")] == ["w-mine-x", "w-old"]
+    assert remove_abandoned(tmp_path / "w-old") >= SIZE
+    assert remove_abandoned(tmp_path / "w-old") == 0
+    assert remove_abandoned(used.path) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "w-mine-x", "w-used"]
     leave_all()
     assert not used.path.exists()

@@ -30,7 +30,7 @@ from moesaic.kernels.nodes import Node
 from moesaic.kernels.ops import backends
 from moesaic.models import home as home_module
 from moesaic.models.build import LoadedModel, load
-from moesaic.models.home import Home
+from moesaic.models.home import Home, abandoned_weights
 
 GB = 10**9
 
@@ -129,6 +129,35 @@ def test_nothing_is_shared_between_files_that_differ_only_in_their_bytes(
     assert torch.equal(logits_of(anew), logits_of(other))
     rounded = load(folder, num_threads=1, home=home, format="int8")
     assert "0 B were found" in notes_of(rounded, "shared weights")[0]
+
+
+def run_and_die(folder: Path, home: Home) -> None:
+    """Load in a process that ends without leaving anything in order."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        kept = load(folder, num_threads=1, home=home)
+        os._exit(0 if kept.store is not None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_killed_runs_left_is_found_used_and_removed(
+    tmp_path: Path, shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", mixtral_config())
+    home = Home(shared_in=shared)
+    run_and_die(folder, home)
+    left = abandoned_weights(shared)
+    assert sorted(path.name for path, _ in left) == sorted(path.name for path in shared.iterdir())
+    assert sum(num_bytes for _, num_bytes in left) >= 3 * HUGE_BYTES
+    model = load(folder, num_threads=1, home=home)
+    assert "and 0 B put there" in notes_of(model, "shared weights")[0]
+    assert abandoned_weights(shared) == []
+    del model
+    run_and_die(folder, home)
+    with caplog.at_level(logging.INFO, logger="moesaic"):
+        load(folder, num_threads=1, home=home, format="int8")
+    assert caplog.text.count("which no process used") == 2
 
 
 def test_a_load_that_fails_leaves_no_file(tmp_path: Path, shared: Path) -> None:
