@@ -70,11 +70,11 @@ def alone() -> Alone:
 def test_ranks_answer_as_one_process_does_and_end_with_their_controller(
     alone: Alone, tmp_path: Path, num_ranks: int
 ) -> None:
-    """Two with copies of experts and unequal parts, as a placement says; three as a deployment says."""
+    """Two with copies, unequal parts and shared weights, as a placement says; three as a deployment says."""
     path = tmp_path / "file.json"
     if num_ranks == 2:
         path.write_text(json.dumps(to_plain(uneven_plan())))
-        options = OPTIONS | {"num_ranks": 2, "placement": str(path)}
+        options = OPTIONS | {"num_ranks": 2, "placement": str(path), "share_weights": True}
     else:
         path.write_text(deployment_of(alone, num_ranks).to_json())
         options = OPTIONS | {"deployment": str(path)}
@@ -91,7 +91,20 @@ def test_ranks_answer_as_one_process_does_and_end_with_their_controller(
         # Every rank has the dense weights, and its own experts alone.
         assert alone.snapshot.weight_bytes < found.weight_bytes < num_ranks * alone.snapshot.weight_bytes
         assert choices_of(llm) == alone.choices
+        mapped = [mapped_weights(process.pid) for process in processes]
+        if num_ranks == 2:  # what is no expert is the same file
+            assert len(mapped[0] & mapped[1]) == 1
+            assert len(mapped[0] | mapped[1]) == 3
+    assert not any(Path(name).exists() for files in mapped for name in files), (
+        "the last to leave removes them"
+    )
     assert all(process.poll() is not None for process in processes)
+
+
+def mapped_weights(process_id: int) -> set[str]:
+    """Files of weights that a process maps."""
+    lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    return {line.split()[-1] for line in lines if "/moesaic-weights-" in line}
 
 
 def deployment_of(alone: Alone, num_ranks: int) -> Deployment:

@@ -259,7 +259,7 @@ class _Stage:
         self.num_experts = tuple(moe.num_experts for _, moe in spec.moe_layers)
         self._wishes = wishes
         # A rank has few rows a step; on a busy machine threads would mostly wait for each other.
-        self._num_threads = wishes.num_threads or 1
+        self._num_threads = 1 if wishes.num_threads is None else wishes.threads(machine)
         self._available_bytes = machine.available_bytes
 
     def numerics(self, dtype: str, backend: str) -> Numerics:

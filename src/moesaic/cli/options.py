@@ -101,7 +101,7 @@ def with_options(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutOptions:
-    """Over how many processes a model is spread, and how; what all verbs that run an engine share."""
+    """Over how many processes and memories a model is spread; what all verbs that run an engine share."""
 
     ranks: Annotated[
         int | None,
@@ -144,6 +144,18 @@ class LayoutOptions:
         ),
     ] = None
 
+    share_weights: Annotated[
+        bool,
+        typer.Option(
+            "--share-weights",
+            help="Have weights in memory once for all processes of a machine that load the same ones alike.",
+        ),
+    ] = False
+    numa: Annotated[
+        str,
+        typer.Option(help="spread: weights lie on all NUMA nodes; off: where the loading thread runs."),
+    ] = "spread"
+
     def options(self) -> dict[str, Any]:
         """The same as `EngineConfig` takes it.
 
@@ -158,7 +170,13 @@ class LayoutOptions:
             num_micro_batches=self.micro_batches,
             ranks_per_node=self.ranks_per_node,
         )
-        return {"layout": wish, "launcher": self.launcher, "rank_address": self.rank_address}
+        return {
+            "layout": wish,
+            "launcher": self.launcher,
+            "rank_address": self.rank_address,
+            "share_weights": self.share_weights,
+            "numa": self.numa,
+        }
 
 
 ENGINE_DEFAULTS = defaults_of(EngineConfig)

@@ -39,6 +39,7 @@ from moesaic.spec.numerics import preset as numerics_of
 from moesaic.units import format_bytes, parse_bytes
 
 KV_FRACTION = 0.7  # guess: the rest is for activations, the page cache and other processes
+Numa = Literal["spread", "off"]
 _COUNTS = (
     "max_num_seqs",
     "max_model_len",
@@ -80,6 +81,8 @@ class EngineConfig:
         None  # of these processes; None: torchrun when it started this, else local
     )
     rank_address: str | None = None  # HOST:PORT where ranks come in; None: by the launcher
+    share_weights: bool = False  # with other processes of this machine that load the same ones alike
+    numa: Numa = "spread"  # over all nodes that this process may use; off: where the loading thread runs
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -103,6 +106,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.numa not in get_args(Numa):
+            raise ConfigError(f"numa {self.numa!r} is unknown; {nearest(self.numa, get_args(Numa))}")
         if self.max_tokens_per_step < self.max_num_seqs:
             raise ConfigError(
                 f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_num_seqs "

@@ -18,7 +18,7 @@ from moesaic.engine.layout import Arrangement, data_parallel, describe_layout, s
 from moesaic.engine.link import Link, LocalLink
 from moesaic.engine.loop import Engine, Facts
 from moesaic.engine.machine import Machine, read_machine
-from moesaic.engine.rank import Hello, RankPool, RankSetup, arrange_for
+from moesaic.engine.rank import Hello, RankPool, RankSetup, arrange_for, home_of
 from moesaic.engine.ranks import Ranks
 from moesaic.engine.rebalance import Rebalance
 from moesaic.engine.runner import Runner
@@ -33,6 +33,7 @@ from moesaic.kv.pool import KvPool
 from moesaic.log import get_logger
 from moesaic.models.build import LoadedModel, build, model_digest, read_spec
 from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.home import abandoned_weights
 from moesaic.placement.choice import ReplicaChoice
 from moesaic.sched.key import KvKeyScope
 from moesaic.sched.ledger import KvLedger
@@ -91,6 +92,13 @@ def start_engine(
     Raises:  ConfigError, CheckpointError, HostMemoryShort, CapacityError, KernelUnavailable, PeerLost: all of
              them before a request is taken.
     """
+    if not config.share_weights:
+        for path, num_bytes in abandoned_weights():
+            _log.warning(
+                "%s takes %s of memory and no process uses it: remove it, or start with --share-weights",
+                path,
+                format_bytes(num_bytes),
+            )
     spec, world = read_spec(config.model), read_world(config)
     arranged = arrange_for(config, spec, None if world is None else world.started())
     if arranged.layout.num_ranks > 1:
@@ -107,6 +115,7 @@ def start_engine(
         config.numerics_for(spec, backend=default_backend(), stated=arranged.numerics),
         num_threads=config.threads(machine),
         available_bytes=machine.available_bytes,
+        home=home_of(config),
         progress=progress,
     )
     resolved = config.resolve(model.spec, model.numerics, read_machine())
@@ -199,6 +208,14 @@ def _setups(
 ) -> list[RankSetup]:
     """What each rank is told. Ranks of one host share its processors and memory."""
     hosts = tuple(one.host for one in hellos)
+    for host, machine in {one.host: one.machine for one in hellos}.items():
+        if hosts.count(host) > machine.num_cpus:
+            _log.warning(
+                "%d ranks share %d processors (%s) and wait for each other: fewer are faster",
+                hosts.count(host),
+                machine.num_cpus,
+                machine.cpu_source,
+            )
     wishes = config.with_environment(read_environment())
     each = _shares(hosts, [one.machine for one in hellos])
     return [

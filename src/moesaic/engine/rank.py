@@ -37,10 +37,13 @@ from moesaic.engine.worker import Worker
 from moesaic.errors import MoesaicError, PeerLost
 from moesaic.hashing import digest
 from moesaic.kernels.invariance import InvarianceProof
+from moesaic.kernels.nodes import read_nodes
 from moesaic.kernels.ops import default_backend
+from moesaic.kernels.shared_bytes import leave_all
 from moesaic.kv.pool import KvPool
 from moesaic.models.build import Dispatcher, LoadedModel, Share, build, read_spec
 from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.home import SHARED_FOLDER, Home
 from moesaic.parallel.dispatch.build import connect, make_dispatcher
 from moesaic.parallel.dispatch.fused_ranks import FusedRanks
 from moesaic.parallel.gloo import GlooTransport
@@ -150,6 +153,16 @@ def plan_of(setup: RankSetup, spec: ModelSpec) -> ExpertPlan:
     return contiguous_plan(tuple(moe.num_experts for _, moe in spec.moe_layers), setup.layout.num_ranks)
 
 
+def home_of(config: EngineConfig, num_ranks: int = 1) -> Home:
+    """Where the weights of a rank go, one of so many on this machine, who share what a node has free."""
+    nodes = read_nodes() if config.numa == "spread" else ()
+    return Home(
+        nodes=tuple(replace(node, available_bytes=node.available_bytes // num_ranks) for node in nodes),
+        shared_in=SHARED_FOLDER if config.share_weights else None,
+        num_ranks=num_ranks,
+    )
+
+
 def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
     """This rank's part of the model, wired to the other ranks; the wires are made first.
 
@@ -183,6 +196,7 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
         numerics,
         num_threads=setup.num_threads,
         available_bytes=setup.available_bytes,
+        home=home_of(config, setup.hosts.count(setup.hosts[mesh.rank])),
         share=Share(
             rank=mesh.rank,
             plan=plan,
@@ -299,6 +313,8 @@ def _read(pipe: Connection, inbox: SimpleQueue[Any]) -> None:
             inbox.put(message)
             if isinstance(message, Leave):
                 time.sleep(LEAVE_S)
+                leave_all()
                 os._exit(0)
     except (EOFError, OSError, pickle.UnpicklingError):
+        leave_all()  # nothing else runs any more
         os._exit(1)

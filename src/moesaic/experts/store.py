@@ -1,7 +1,8 @@
 """Where experts live: arenas that a loader fills while it reads, and the store that hands out their weights.
 
-One arena per layer holds the blobs of this rank's experts back to back; a slot is a pointer to a blob, so
-that a second slot for an expert costs nothing. Knows nothing of checkpoints, key names or other ranks.
+One arena per layer holds the blobs of this rank's experts back to back, on several NUMA nodes in a run for
+each; a slot is a pointer to a blob, so that a second slot for an expert costs nothing. Knows nothing of
+checkpoints, key names or other ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from moesaic.errors import CheckpointError, ConfigError, HostMemoryShort
 from moesaic.experts.blob import BlobLayout, ExpertBlob, ExpertWeights, Part
 from moesaic.experts.contract import ExpertStore, Wave
-from moesaic.kernels.huge_pages import map_bytes
+from moesaic.kernels.weight_memory import WeightMemory, in_huge_pages
 from moesaic.spec.experts import ExpertKey, ExpertPlan, contiguous_plan
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import FormatMap, FormatPair
@@ -32,7 +33,7 @@ _SHOWN = 6  # names in one error message
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Arena:
-    """The blobs of one layer's experts on this rank, back to back in one allocation.
+    """The blobs of one layer's experts on this rank, back to back in one allocation, or in a run per node.
 
     Shapes:  data [bytes] uint8; every blob starts at a multiple of 64 bytes.
     """
@@ -42,27 +43,32 @@ class Arena:
     data: Tensor
 
     @classmethod
-    def allocate(cls, spec: MoeSpec, formats: FormatMap, layer_idx: int, logical_ids: Sequence[int]) -> Arena:
+    def allocate(
+        cls,
+        spec: MoeSpec,
+        formats: FormatMap,
+        layer_idx: int,
+        logical_ids: Sequence[int],
+        memory: WeightMemory,
+    ) -> Arena:
         """Room for the experts of one layer. The pages are committed as they are written.
 
         Raises: HostMemoryShort when the machine refuses.
         """
         layouts = {i: _layout(spec, formats.of_expert(layer_idx, i)) for i in logical_ids}
-        starts: dict[int, int] = {}
-        end = 0
-        for logical_id, layout in layouts.items():
-            starts[logical_id] = end
-            end += layout.num_bytes
+        starts, runs = _lay_out(layouts, memory.num_runs)
+        end = runs[-1].stop
         try:
-            data = torch.from_numpy(map_bytes(end))
+            data = torch.from_numpy(memory.take(end, [run.start for run in runs]))
         except OSError as error:
             raise HostMemoryShort(
                 f"layer {layer_idx}: {len(layouts)} experts need {format_bytes(end)} of memory and the "
-                "machine refused; use a machine with more memory or a smaller model"
+                f"machine refused ({error.strerror}); use a machine with more memory or a smaller model"
             ) from error
         arena = cls(layouts=layouts, starts=starts, data=data)
-        for logical_id, layout in layouts.items():
-            layout.clear_gaps(arena.blob(logical_id))
+        if not memory.is_filled:
+            for logical_id, layout in layouts.items():
+                layout.clear_gaps(arena.blob(logical_id))
         return arena
 
     def blob(self, logical_id: int) -> Tensor:
@@ -101,8 +107,11 @@ class ExpertLoader:
         *,
         plan: ExpertPlan | None = None,
         rank: int = 0,
+        memory: WeightMemory | None = None,
     ) -> None:
         """Allocate. Without a plan this rank holds every expert; `moe_layers` is `ModelSpec.moe_layers`.
+
+        In a memory that is filled already nothing is missing. None: memory of this process alone.
 
         Raises: HostMemoryShort; ConfigError for a plan of another number of layers or with sliced experts,
                 and for a format that no kernel takes.
@@ -112,8 +121,10 @@ class ExpertLoader:
         self._plan = _plan_or_all(moe_layers, plan)
         self._rank = rank
         held = held_experts(moe_layers, plan, rank)
+        memory = memory or WeightMemory()
+        self._node_ids = memory.node_ids
         self._arenas = {
-            layer_idx: Arena.allocate(spec, formats, layer_idx, held[layer_idx])
+            layer_idx: Arena.allocate(spec, formats, layer_idx, held[layer_idx], memory)
             for layer_idx, spec in moe_layers
         }
         self._missing = {
@@ -121,6 +132,7 @@ class ExpertLoader:
             for layer_idx, arena in self._arenas.items()
             for logical_id, layout in arena.layouts.items()
             for part in layout.places
+            if not memory.is_filled
         }
 
     @property
@@ -179,7 +191,7 @@ class ExpertLoader:
                 f"never filled: {'; '.join(shown)}{f' and {rest} more' if rest else ''}; "
                 "no key of the checkpoint maps there"
             )
-        return ResidentStore(self._arenas, self._plan, self._rank, self._specs, self._formats)
+        return ResidentStore(self._arenas, self._plan, self._rank, self._specs, self._formats, self._node_ids)
 
     def _spec(self, layer_idx: int) -> MoeSpec:
         if layer_idx not in self._specs:
@@ -212,11 +224,14 @@ class ResidentStore(ExpertStore):
         rank: int,
         specs: Mapping[int, MoeSpec],
         formats: FormatMap,
+        node_ids: Sequence[int] = (),
     ) -> None:
+        """`node_ids` are those that memory of later plans is spread over."""
         self._arenas = dict(arenas)
         self._rank = rank
         self._specs = specs
         self._formats = formats
+        self._node_ids = node_ids
         self._weights = {layer_idx: _weights(arena) for layer_idx, arena in self._arenas.items()}
         self._check_held(plan, slots := self._slots(plan))
         self._tables = {layer_idx: self._table(layer_idx, ids) for layer_idx, ids in slots.items()}
@@ -285,7 +300,7 @@ class ResidentStore(ExpertStore):
         arrived = yield from moves.layer(layer_idx, old.blob, size)
         if wanted == tuple(old.layouts):
             return
-        new = Arena.allocate(spec, self._formats, layer_idx, wanted)
+        new = Arena.allocate(spec, self._formats, layer_idx, wanted, WeightMemory(self._node_ids))
         for logical_id in wanted:
             blob = arrived[logical_id] if logical_id in arrived else old.blob(logical_id)
             new.blob(logical_id).copy_(blob)
@@ -328,6 +343,38 @@ def held_experts(
 
 def _plan_or_all(moe_layers: Sequence[tuple[int, MoeSpec]], plan: ExpertPlan | None) -> ExpertPlan:
     return contiguous_plan(tuple(spec.num_experts for _, spec in moe_layers), 1) if plan is None else plan
+
+
+def arena_runs(
+    moe_layers: Sequence[tuple[int, MoeSpec]],
+    formats: FormatMap,
+    held: Mapping[int, Sequence[int]],
+    num_runs: int,
+) -> list[list[int]]:
+    """Bytes of each run of each layer's arena, in whole huge pages: what an allocation will take."""
+    layers = []
+    for layer_idx, spec in moe_layers:
+        layouts = {i: _layout(spec, formats.of_expert(layer_idx, i)) for i in held[layer_idx]}
+        layers.append([in_huge_pages(len(run)) for run in _lay_out(layouts, num_runs)[1]])
+    return layers
+
+
+def _lay_out(layouts: Mapping[int, BlobLayout], num_runs: int) -> tuple[dict[int, int], list[range]]:
+    """Where each blob begins, and where runs of neighbours lie, as many experts in one as in another.
+
+    A run begins at a huge page, since pages are what lies on a node.
+    """
+    ids = list(layouts)
+    starts: dict[int, int] = {}
+    runs = []
+    end = 0
+    for idx in range(num_runs):
+        begin = end = in_huge_pages(end)
+        for logical_id in ids[idx * len(ids) // num_runs : (idx + 1) * len(ids) // num_runs]:
+            starts[logical_id] = end
+            end += layouts[logical_id].num_bytes
+        runs.append(range(begin, end))
+    return starts, runs
 
 
 @lru_cache

@@ -20,6 +20,8 @@ HUGE_BYTES = 2 * 2**20
 """A huge page of x86, and of arm with pages of 4 kB."""
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_SHARED_SETTING = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_MOUNTS = Path("/proc/self/mountinfo")
 
 
 def map_bytes(num_bytes: int, pages: Pages = "huge") -> Bytes:
@@ -48,3 +50,22 @@ def why_none(setting: Path = _SETTING) -> str | None:
     if "[never]" in text:
         return f"{setting} is set to never; as root, write madvise to it"
     return None
+
+
+def why_none_in(folder: Path, *, setting: Path = _SHARED_SETTING, mounts: Path = _MOUNTS) -> str | None:
+    """Why files in a folder in memory, such as /dev/shm, get no huge pages when asked to; None: they do.
+
+    How the folder is mounted decides, unless `setting` denies or forces.
+    """
+    try:
+        chosen = setting.read_text()
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return "this system has no transparent huge pages for memory that is shared"
+    if "[deny]" in chosen:
+        return f"{setting} is set to deny; as root, write never to it and mount {folder} with huge=advise"
+    found = [line.split() for line in lines if str(folder) in line.split()[4:5]]
+    options = found[-1][-1].split(",") if found else []
+    if "[force]" in chosen or any(f"huge={kind}" in options for kind in ("always", "within_size", "advise")):
+        return None
+    return f"{folder} is mounted without them; as root, mount -o remount,huge=advise {folder}"

@@ -17,7 +17,7 @@ from moesaic.errors import UnsupportedModelError, nearest
 from moesaic.experts.contract import ExpertSide, RoutedExperts, TokenSide
 from moesaic.experts.ffn import LoopFfn
 from moesaic.experts.router import Router
-from moesaic.experts.store import ExpertLoader, ResidentStore, held_experts
+from moesaic.experts.store import ExpertLoader, ResidentStore, arena_runs, held_experts
 from moesaic.hashing import digest
 from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.native.ops import NativeOps
@@ -32,18 +32,25 @@ from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.decoder import Decoder, DecoderLayer, FfnHalf, Head, Mixer, MixerHalf
 from moesaic.models.dense_block import DenseBlock
 from moesaic.models.families import FAMILIES
+from moesaic.models.home import Home, Rooms, identity
 from moesaic.models.moe_block import BranchNorms, Dense, MoeBlock, Norm
 from moesaic.models.names import WeightMap
+from moesaic.models.room import Room
 from moesaic.models.weights import (
+    Held,
     Progress,
+    Reading,
     Weights,
     check_leaves,
     check_memory,
     decoding_note,
     matmul_shapes,
-    read_weights,
+    read_experts,
+    read_rest,
+    rest_bytes_of,
     router_shapes,
     weight_bytes_of,
+    widened_bytes_of,
 )
 from moesaic.parallel.dispatch.fused import Fused
 from moesaic.parallel.dispatch.fused_ranks import FusedRanks
@@ -145,13 +152,15 @@ def load(  # noqa: PLR0913 - each is a wish of its own
     matmul_shards: int | None = None,
     backend: str | None = None,
     available_bytes: int | None = None,
+    home: Home | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Read config.json and the weights beside it.
 
     `dtype` None is the checkpoint's own (float32 for float16, which it holds exactly). `format` is of the
     weights, `kv_format` of keys and values, `wire_format` of rows on their way to experts; None: that dtype.
-    `matmul_shards` None are the preset's; `backend` None is the fastest here.
+    `matmul_shards` None are the preset's; `backend` None is the fastest here. `home` None: memory of this
+    process alone.
 
     Units:  available_bytes is what the weights may take of this machine's memory; None: not checked.
     Raises: ConfigError for the config; UnsupportedModelError naming what the engine lacks; CheckpointError
@@ -175,6 +184,7 @@ def load(  # noqa: PLR0913 - each is a wish of its own
         numerics,
         num_threads=num_threads,
         available_bytes=available_bytes,
+        home=home,
         progress=progress,
     )
 
@@ -195,6 +205,7 @@ def build(
     *,
     num_threads: int,
     available_bytes: int | None = None,
+    home: Home | None = None,
     progress: Progress | None = None,
     share: Share | None = None,
 ) -> LoadedModel:
@@ -207,9 +218,18 @@ def build(
     plan = contiguous_plan(tuple(moe.num_experts for _, moe in spec.moe_layers), 1)
     if share is not None:
         plan = share.plan
+    rank = 0 if share is None else share.rank
     check_leaves(accounting, numerics)
-    held = held_experts(spec.moe_layers, plan, 0 if share is None else share.rank)
-    check_memory(checkpoint, accounting, numerics, held, available_bytes)
+    held = held_experts(spec.moe_layers, plan, rank)
+    home = home or Home()
+    rooms = _rooms(home, checkpoint, spec, numerics, accounting, held)
+    need = weight_bytes_of(accounting, numerics, held)
+    if home.shared_in is not None:
+        missing = rooms.missing_bytes()
+        need = missing["experts"] + missing["rest"] // home.num_ranks
+        need += widened_bytes_of(accounting, numerics)
+    rooms.check(checkpoint.path)
+    check_memory(checkpoint, accounting, numerics, need, available_bytes)
     ops = choose(numerics, num_threads=num_threads)
     proof = ops.prove(
         matmul_shapes(accounting, numerics),
@@ -218,12 +238,13 @@ def build(
             _head_widths(layer.mixer) for layer in spec.layers if isinstance(layer.mixer, GqaSpec | MlaSpec)
         ],
     )
-    experts = None
+    reading, store = Reading(checkpoint, accounting, progress), None
     if spec.moe_layers:
-        experts = ExpertLoader(
-            spec.moe_layers, numerics.formats, plan=plan, rank=0 if share is None else share.rank
-        )
-    weights = read_weights(checkpoint, spec, numerics, accounting, experts, progress)
+        memory = rooms.open("experts", progress)
+        experts = ExpertLoader(spec.moe_layers, numerics.formats, plan=plan, rank=rank, memory=memory)
+        store = read_experts(reading, accounting, experts, memory)
+    room = Room(rooms.open("rest", progress), rooms.rest_chunk_bytes)
+    weights = read_rest(reading, spec, numerics, accounting, store, room)
     if share is None:
         dispatcher: Dispatcher | FusedRanks = Local(spec.moe_layers, numerics)
     else:
@@ -244,9 +265,26 @@ def build(
         traffic=None if share is None else share.traffic,
         weight_bytes=weight_bytes_of(accounting, numerics, held),
         accounting=accounting,
-        notes=() if decoding is None else (decoding,),
+        notes=(*(() if decoding is None else (decoding,)), *rooms.notes()),
         tensor_digests=checkpoint.digests(),
         proof=proof,
+    )
+
+
+def _rooms(
+    home: Home,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    numerics: Numerics,
+    accounting: Accounting,
+    held: Held,
+) -> Rooms:
+    num_runs = max(1, len(home.nodes))
+    return Rooms(
+        home,
+        identity(checkpoint, spec, numerics, num_runs, held),
+        arena_runs(spec.moe_layers, numerics.formats, held, num_runs),
+        rest_bytes_of(accounting, numerics),
     )
 
 

@@ -58,6 +58,10 @@ class Checkpoint(Headers):
         """Identity (dtype, shape, SHA-256 of the bytes) of each tensor, or item of one, that was read."""
         return dict(self._digests)
 
+    def know(self, digests: Mapping[str, str]) -> None:
+        """Take over the digests of tensors that another process has read, and this one has from there."""
+        self._digests = {**digests, **self._digests}
+
     def _read_bytes(
         self, tensor: StoredTensor, key: str, shape: tuple[int, ...], *, offset: int, num_bytes: int
     ) -> Tensor:

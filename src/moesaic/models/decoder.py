@@ -123,7 +123,7 @@ class Decoder:
         x_TD = _scaled(self.embedding_VD[tokens_T], self.embedding_scale)
         for layer_idx, layer in enumerate(self.layers):
             if layer.mixer is not None:
-                view = pool.view(layer_idx, batch)
+                view: Any = pool.view(layer_idx, batch)
                 x_TD = yield from layer.mixer.forward(x_TD, batch.positions_T, view)
             if layer.ffn is not None:
                 x_TD = yield from layer.ffn.forward(x_TD, replace(tag, layer_idx=layer_idx), observe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import cast
@@ -14,11 +14,11 @@ from moesaic.errors import CheckpointError, ConfigError, HostMemoryShort
 from moesaic.experts.blob import Part
 from moesaic.experts.store import ExpertLoader, ResidentStore
 from moesaic.kernels import mxfp4
-from moesaic.kernels.formats import torch_dtype
-from moesaic.kernels.huge_pages import map_bytes
-from moesaic.kernels.panel import PANEL_ROWS, PanelWeight, Weight, check_width, pack_panels
+from moesaic.kernels.panel import PanelWeight, Weight, check_width, pack_panels
+from moesaic.kernels.weight_memory import WeightMemory
 from moesaic.models.accounting import Accounting, Filling
 from moesaic.models.checkpoint import Checkpoint, check_finite
+from moesaic.models.room import Room, in_lines
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import DTYPE_BYTES, Format, Numerics
 from moesaic.spec.quantised import QUANTISED
@@ -36,14 +36,14 @@ def check_memory(
     checkpoint: Checkpoint,
     accounting: Accounting,
     numerics: Numerics,
-    held: Held,
+    weight_bytes: int,
     available_bytes: int | None,
 ) -> None:
     """Refuse a load that cannot end well, before it starts; `available_bytes` None: not checked.
 
+    Units:  weight_bytes are those that are not in memory yet.
     Raises: HostMemoryShort with what is needed and what there is.
     """
-    weight_bytes = weight_bytes_of(accounting, numerics, held)
     read_bytes = max(_read_bytes(checkpoint, filling) for filling in accounting.fillings)
     need = weight_bytes + read_bytes
     kept = numerics.formats.default.weight
@@ -71,13 +71,37 @@ def _read_bytes(checkpoint: Checkpoint, filling: Filling) -> int:
 
 def weight_bytes_of(accounting: Accounting, numerics: Numerics, held: Held) -> int:
     """Bytes of the weights in memory."""
-    tied = next((one for one in accounting.fillings if one.name == "embedding"), None)
-    has_head = any(one.name == "head" for one in accounting.fillings)
-    format = numerics.formats.default.weight
-    head_bytes = 0
-    if tied is not None and not has_head and format in QUANTISED:
-        head_bytes = QUANTISED[format].matrix_bytes(*tied.shape)
+    tied, head_bytes = _tied_head(accounting, numerics), 0
+    if tied is not None:
+        head_bytes = QUANTISED[numerics.formats.default.weight].matrix_bytes(*tied.shape)
     return head_bytes + sum(_kept_bytes(filling, numerics, held) for filling in accounting.fillings)
+
+
+def _tied_head(accounting: Accounting, numerics: Numerics) -> Filling | None:
+    """The embedding where the head is a rounded copy of it."""
+    if numerics.formats.default.weight not in QUANTISED or any(
+        one.name == "head" for one in accounting.fillings
+    ):
+        return None
+    return next((one for one in accounting.fillings if one.name == "embedding"), None)
+
+
+def rest_bytes_of(accounting: Accounting, numerics: Numerics) -> int:
+    """Bytes that `Room` gives for all that is no expert, as it is read."""
+    sizes = [
+        _bytes_in(filling, filling.shape, _placed(filling, numerics))
+        for filling in accounting.fillings
+        if filling.half != "experts"
+    ]
+    if (tied := _tied_head(accounting, numerics)) is not None:
+        sizes.append(QUANTISED[numerics.formats.default.weight].matrix_bytes(*tied.shape))
+    return sum(in_lines(size) for size in sizes)
+
+
+def widened_bytes_of(accounting: Accounting, numerics: Numerics) -> int:
+    """Bytes that layers keep beside the weights they were given: the per-head maps of latent attention."""
+    maps = [filling for filling in accounting.fillings if _is_widened(filling)]
+    return sum(_bytes_in(filling, filling.shape, "float32") for filling in maps)
 
 
 def check_leaves(accounting: Accounting, numerics: Numerics) -> None:
@@ -145,10 +169,19 @@ def _kept(filling: Filling, numerics: Numerics) -> Format:
         assert filling.layer_idx is not None, "experts belong to a layer"
         assert filling.expert_id is not None, "of all experts at once each has a format of its own"
         return numerics.formats.of_expert(filling.layer_idx, filling.expert_id).weight
-    # The per-head maps of latent attention are widened by their layer.
-    if _is_wide(filling) or (filling.half == "mixer" and filling.name == "kv_b"):
+    return "float32" if _is_widened(filling) else _placed(filling, numerics)
+
+
+def _placed(filling: Filling, numerics: Numerics) -> Format:
+    """The format in which a parameter outside the experts is given to its layer."""
+    if _is_wide(filling):
         return "float32"
     return numerics.formats.default.weight if _is_quantised(filling, numerics) else numerics.seam_dtype
+
+
+def _is_widened(filling: Filling) -> bool:
+    """The per-head maps of latent attention, of which their layer keeps copies in float32."""
+    return filling.half == "mixer" and filling.name == "kv_b"
 
 
 def _is_quantised(filling: Filling, numerics: Numerics) -> bool:
@@ -211,104 +244,93 @@ class Weights:
         return {name: weight for name, weight in found.items() if isinstance(weight, Tensor)}
 
 
-class _Room:
-    """Memory for the matrices outside the experts, one after the other in huge pages.
+class Reading:
+    """A checkpoint on its way into memory, and how far it is."""
 
-    Owns:    what it gave out keeps the memory alive, a chunk as long as any matrix in it.
-    """
+    def __init__(
+        self, checkpoint: Checkpoint, accounting: Accounting, progress: Progress | None = None
+    ) -> None:
+        self.checkpoint, self._progress = checkpoint, progress
+        self._num_read = 0
+        self._total = sum(_stored_bytes(checkpoint, filling) for filling in accounting.fillings)
 
-    CHUNK_BYTES = 64 * 2**20  # mapped at once: the end of each that stays unused costs no memory
-    ALIGNMENT_BYTES = 64
+    def into(self, memory: WeightMemory, fillings: Iterable[Filling]) -> Iterator[Filling]:
+        """The fillings one by one, each to be read unless the memory is filled, counted when it was.
 
-    def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8.
-
-        Raises: HostMemoryShort when the machine refuses.
+        After the last one `memory` is whole.
         """
-        taken = -(-num_bytes // self.ALIGNMENT_BYTES) * self.ALIGNMENT_BYTES
-        if taken > len(self._free):
-            try:
-                self._free = torch.from_numpy(map_bytes(max(taken, self.CHUNK_BYTES)))
-            except OSError as error:
-                raise HostMemoryShort(
-                    f"a weight needs {format_bytes(num_bytes)} of memory and the machine refused; use a "
-                    "machine with more memory or a smaller model"
-                ) from error
-        room, self._free = self._free[:num_bytes], self._free[taken:]
-        return room
-
-    def keep(self, weight: Tensor) -> Tensor:
-        """A copy of a matrix in here."""
-        return self.take(weight.nbytes).view(weight.dtype).view(weight.shape).copy_(weight)
-
-    def pack(self, weight_FD: Tensor, format: Format, *, name: str) -> PanelWeight:
-        """A matrix rounded into an integer format, in here.
-
-        Raises: CheckpointError as `pack_panels`.
-        """
-        num_rows, width = weight_FD.shape
-        num_panels, panel_bytes = -(-num_rows // PANEL_ROWS), QUANTISED[format].panel_bytes(width)
-        data = self.take(num_panels * panel_bytes).view(num_panels, panel_bytes)
-        into = PanelWeight(format=format, data=data, num_rows=num_rows, width=width)
-        return pack_panels(weight_FD, format, name=name, into=into)
+        known = set(self.checkpoint.digests())
+        for filling in fillings:
+            yield filling
+            self._num_read += _stored_bytes(self.checkpoint, filling)
+            memory.tell(self._num_read, self._total)
+            if self._progress is not None:
+                self._progress(self._num_read, self._total)
+        digests = {key: one for key, one in self.checkpoint.digests().items() if key not in known}
+        self.checkpoint.know(memory.finish(digests))
 
 
-def read_weights(
-    checkpoint: Checkpoint,
+def read_experts(
+    reading: Reading, accounting: Accounting, experts: ExpertLoader, memory: WeightMemory
+) -> ResidentStore:
+    """Stream the experts of the sparse layers in; what `experts` does not need is not read."""
+    fillings = [filling for filling in accounting.fillings if filling.half == "experts"]
+    for filling in reading.into(memory, fillings):
+        if not memory.is_filled:
+            _read_experts(reading.checkpoint, filling, experts)
+    return experts.finish()
+
+
+def read_rest(
+    reading: Reading,
     spec: ModelSpec,
     numerics: Numerics,
     accounting: Accounting,
-    experts: ExpertLoader | None,
-    progress: Progress | None,
+    store: ResidentStore | None,
+    room: Room,
 ) -> Weights:
-    """Stream the checkpoint; at most one tensor is held outside its place at any time.
-
-    `experts` takes those of the sparse layers; what it does not need is not read.
-    """
-    model: dict[str, Tensor] = {}
-    head_VD: Weight | None = None
+    """Stream all else in; at most one tensor is held outside its place at any time."""
+    model: dict[str, Weight] = {}
     layers: tuple[dict[str, dict[str, Weight]], ...] = tuple({} for _ in spec.layers)
-    room = _Room()
-    num_read, total = 0, sum(_stored_bytes(checkpoint, filling) for filling in accounting.fillings)
-    for filling in accounting.fillings:
-        if filling.half == "experts":
-            assert experts is not None, "experts are accounted for in sparse layers only"
-            _read_experts(checkpoint, filling, experts)
+    checkpoint, is_filled = reading.checkpoint, room.memory.is_filled
+    tied = _tied_head(accounting, numerics)
+    for filling in reading.into(room.memory, [one for one in accounting.fillings if one.half != "experts"]):
+        weight = room.place(filling.shape, _placed(filling, numerics))
+        if filling.layer_idx is not None:
+            layers[filling.layer_idx].setdefault(filling.half, {})[filling.name] = weight
         else:
-            weight = _read(checkpoint, filling, numerics, room)
-            if filling.layer_idx is not None:
-                layers[filling.layer_idx].setdefault(filling.half, {})[filling.name] = weight
-            elif filling.name == "head":
-                head_VD = weight
-            else:
-                assert isinstance(weight, Tensor), "of a model's own parameters the head alone is rounded"
-                model[filling.name] = weight
-        num_read += _stored_bytes(checkpoint, filling)
-        if progress is not None:
-            progress(num_read, total)
-    if accounting.tied_head is not None:
-        _check_tied(checkpoint, accounting.tied_head, model["embedding"])
+            model[filling.name] = weight
+        if not is_filled:
+            _fill(checkpoint, filling, weight)
+        if filling is tied:
+            model["head"] = room.place(filling.shape, numerics.formats.default.weight)
+            if not is_filled:
+                _round(weight, model["head"], name="the head, which is the embedding")
+        if filling.name == "embedding" and accounting.tied_head is not None and not is_filled:
+            _check_tied(checkpoint, accounting.tied_head, weight)
+    head_VD = model.pop("head", None)
     if head_VD is None:
-        format = numerics.formats.default.weight
         head_VD = model["embedding"]
-        if format in QUANTISED:
-            head_VD = room.pack(head_VD, format, name="the head, which is the embedding")
-    store = None if experts is None else experts.finish()
-    return Weights(model=model, head_VD=head_VD, layers=layers, store=store)
+    floats = {name: weight for name, weight in model.items() if isinstance(weight, Tensor)}
+    assert len(floats) == len(model), "of a model's own parameters the head alone is rounded"
+    return Weights(model=floats, head_VD=head_VD, layers=layers, store=store)
 
 
-def _read(checkpoint: Checkpoint, filling: Filling, numerics: Numerics, room: _Room) -> Weight:
-    """One parameter outside the experts, in the format in which it stays."""
+def _fill(checkpoint: Checkpoint, filling: Filling, weight: Weight) -> None:
+    """Read one parameter outside the experts, in the format in which it stays."""
     tensor = checkpoint.read(filling.key, shape=filling.stored_shape).view(filling.shape)
-    if _is_quantised(filling, numerics):
-        return room.pack(tensor, numerics.formats.default.weight, name=filling.key)
-    tensor = tensor.to(torch.float32 if _is_wide(filling) else torch_dtype(numerics.seam_dtype))
+    _round(tensor, weight, name=filling.key)
     if filling.offset:
-        tensor = tensor + filling.offset
-    return room.keep(tensor) if tensor.dim() == 2 else tensor
+        assert isinstance(weight, Tensor), "a weight with an offset is a vector"
+        weight += filling.offset
+
+
+def _round(tensor: Weight, into: Weight, *, name: str) -> None:
+    assert isinstance(tensor, Tensor), "what is rounded are floats"
+    if isinstance(into, PanelWeight):
+        pack_panels(tensor, into.format, name=name, into=into)
+    else:
+        into.copy_(tensor)
 
 
 def _read_experts(checkpoint: Checkpoint, filling: Filling, experts: ExpertLoader) -> None:
@@ -350,7 +372,8 @@ def _read_stacked(checkpoint: Checkpoint, filling: Filling, expert_id: int) -> T
     return parts[0].t() if is_turned else parts[0]
 
 
-def _check_tied(checkpoint: Checkpoint, key: str, embedding_VD: Tensor) -> None:
+def _check_tied(checkpoint: Checkpoint, key: str, embedding_VD: Weight) -> None:
+    assert isinstance(embedding_VD, Tensor), "embeddings stay floats"
     head_VD = checkpoint.read(key, shape=tuple(embedding_VD.shape))
     if not torch.equal(head_VD.to(embedding_VD.dtype), embedding_VD):
         raise CheckpointError(

@@ -82,6 +82,7 @@ def test_what_does_not_fit_is_refused(options, message):
         ({"max_model_len": 5000}, "knows 4096 positions"),
         ({"num_threads": 8}, "may use 4 processors"),
         ({"preset": "quick"}, "known: fast, portable"),
+        ({"numa": "interleave"}, "numa 'interleave' is unknown; known: off, spread"),
         ({"dtype": "float16"}, "did you mean bfloat16"),
         ({"max_num_seqs": 0}, "max_num_seqs must be a whole number of at least 1, got 0"),
         ({"max_num_seqs": True}, "got True"),

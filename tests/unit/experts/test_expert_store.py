@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from moesaic.errors import CheckpointError, ConfigError, HostMemoryShort
 from moesaic.experts.blob import BlobLayout, Part
-from moesaic.experts.store import ExpertLoader, ResidentStore
+from moesaic.experts.store import ExpertLoader, ResidentStore, arena_runs
+from moesaic.kernels.huge_pages import HUGE_BYTES
+from moesaic.kernels.weight_memory import WeightMemory
 from moesaic.spec.experts import ExpertKey, ExpertPlan, contiguous_plan
 from moesaic.spec.model import GateSpec, MoeSpec
 from moesaic.spec.numerics import FormatMap, FormatPair
@@ -275,3 +278,47 @@ def test_waves() -> None:
     assert wave.ready.ready()
     assert list(store.waves(1, torch.zeros(NUM_EXPERTS + 1, dtype=torch.int64))) == []
     store.prefetch([ExpertKey(1, 3)])
+
+
+# ---- where arenas lie ----
+
+
+def test_experts_are_spread_over_nodes_in_runs_of_neighbours() -> None:
+    bound: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def bind(data: Any, node_ids: Sequence[int]) -> None:
+        bound.append((data.ctypes.data, data.nbytes, tuple(node_ids)))
+
+    memory = WeightMemory((0, 3), bind=bind)
+    spread, alone = load(memory=memory), load()
+    blob_bytes = BlobLayout.of(SPEC, "float32").num_bytes
+    assert [(size, nodes) for _, size, nodes in bound] == [(HUGE_BYTES, (0,)), (3 * blob_bytes, (3,))] * 2
+    for layer_idx, start in ((1, 0), (4, 2)):
+        for logical_id in range(NUM_EXPERTS):
+            key = ExpertKey(layer_idx=layer_idx, logical_id=logical_id)
+            assert spread.blob(key).digest == alone.blob(key).digest
+            begin, size, _ = bound[start + logical_id // 3]
+            assert begin <= spread.blob(key).data.data_ptr() < begin + size
+        assert all(begin % HUGE_BYTES == 0 for begin, _, _ in bound)
+    held = {layer_idx: range(NUM_EXPERTS) for layer_idx, _ in LAYERS}
+    assert arena_runs(LAYERS, FORMATS, held, 2) == [[HUGE_BYTES, HUGE_BYTES]] * 2
+    assert arena_runs(LAYERS, FORMATS, {1: (5,), 4: ()}, 2) == [[0, HUGE_BYTES], [0, 0]]
+
+
+def test_on_one_node_blobs_lie_back_to_back_and_nothing_is_bound() -> None:
+    def bind(data: Any, node_ids: Sequence[int]) -> None:
+        raise AssertionError("there is nothing to choose")
+
+    store = load(memory=WeightMemory((2,), bind=bind))
+    blob_bytes = BlobLayout.of(SPEC, "float32").num_bytes
+    places = [store.blob(ExpertKey(layer_idx=1, logical_id=i)).data.data_ptr() for i in range(NUM_EXPERTS)]
+    assert [place - places[0] for place in places] == [i * blob_bytes for i in range(NUM_EXPERTS)]
+
+
+def test_a_system_that_binds_nothing_is_quoted() -> None:
+    def bind(data: Any, node_ids: Sequence[int]) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    memory = WeightMemory((0, 1), bind=bind)
+    assert load(memory=memory).weight_bytes > 0
+    assert memory.refusal == "Operation not permitted"

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moesaic.kernels.huge_pages import HUGE_BYTES, map_bytes, why_none
+from moesaic.kernels.huge_pages import HUGE_BYTES, map_bytes, why_none, why_none_in
 from moesaic.kernels.measure.memory import huge_bytes_at
 
 
@@ -45,3 +45,30 @@ def test_a_system_without_huge_pages_says_why(tmp_path: Path, text: str, expecte
     assert (found is None) == (expected is None)
     assert found is None or f"{setting} is set to {expected}" in found
     assert why_none(tmp_path / "absent") == "this system has no transparent huge pages"
+
+
+@pytest.mark.parametrize(
+    ("setting", "options", "expected"),
+    [
+        ("always within_size advise [never] deny force", "rw,size=24683656k", "remount,huge=advise /dev/shm"),
+        ("always within_size advise [never] deny force", "rw,huge=advise", None),
+        ("always within_size advise [never] deny force", "rw,huge=never", "is mounted without them"),
+        ("always within_size advise never [deny] force", "rw,huge=always", "is set to deny"),
+        ("always within_size advise never deny [force]", "rw", None),
+    ],
+)
+def test_how_a_folder_in_memory_is_mounted_decides(
+    tmp_path: Path, setting: str, options: str, expected: str | None
+) -> None:
+    enabled, mounts = tmp_path / "shmem_enabled", tmp_path / "mountinfo"
+    enabled.write_text(setting)
+    mounts.write_text(
+        f"""20 1 8:1 / / rw - ext4 /dev/sda rw
+25 24 0:23 / /dev/shm rw,relatime - tmpfs tmpfs rw,huge=always
+30 25 0:27 / /dev/shm rw,relatime shared:3 - tmpfs tmpfs {options}
+"""
+    )
+    found = why_none_in(Path("/dev/shm"), setting=enabled, mounts=mounts)
+    assert (found is None) == (expected is None)
+    assert found is None or expected is None or expected in found
+    assert "no transparent huge pages" in str(why_none_in(tmp_path, setting=tmp_path / "absent"))
