@@ -200,7 +200,7 @@ def measure_python(level: str) -> float:
         start = time.perf_counter()
         drive([fused.forward(x, routing, tag, None)], 1.0)
         middle = time.perf_counter()
-        layer._kernels.moe(layer._native, *told)
+        layer._kernels.moe(layer.native, *told)
         whole.append(middle - start)
         native_alone.append(time.perf_counter() - middle)
     return 1e6 * (median(whole) - median(native_alone))

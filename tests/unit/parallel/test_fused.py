@@ -217,7 +217,7 @@ def test_refused_with_the_numbers() -> None:
             run(fused, x_TD, replace(routing, experts_TK=experts_TK))
     with pytest.raises(ValueError, match="x has 192 numbers, 2 tokens of 64 need 128"):
         case.fused()._layer._kernels.moe(
-            fused._layer._native, x_TD.data_ptr(), x_TD.numel(), routing.experts_TK.data_ptr(), 4,
+            fused._layer.native, x_TD.data_ptr(), x_TD.numel(), routing.experts_TK.data_ptr(), 4,
             routing.weights_TK.data_ptr(), 4, x_TD.data_ptr(), 2, 1.0,
         )  # fmt: skip
     with pytest.raises(ConfigError, match="matmul_shards = 64 does not divide"):
