@@ -132,6 +132,6 @@ def test_ranks_that_are_gone_or_lost_another_are_named() -> None:
     with pytest.raises(PeerLost, match=r"rank 1 .*layer 4, stage move"):
         ranks.adopt(TURNED)
     pairs[0][1].close()
-    with pytest.raises(PeerLost, match=r"rank 0 .*layer -1, stage move"):
+    with pytest.raises(PeerLost, match=r"rank . did not answer .*stage move"):
         ranks.adopt(TURNED)
     ranks.close()
