@@ -119,7 +119,12 @@ def next_plans(num_ranks: int, count: int) -> list[ExpertPlan]:
 
 @pytest.mark.parametrize(
     ("dtype", "num_ranks", "ranks_per_node"),
-    [("float32", 2, None), ("bfloat16", 3, None), ("float32", 4, None), ("float32", 4, 2)],
+    [
+        ("float32", 2, None),
+        ("bfloat16", 3, None),
+        pytest.param("float32", 4, None, marks=pytest.mark.long),
+        ("float32", 4, 2),
+    ],
 )
 def test_another_plan_before_every_step_gives_the_bits_of_one_rank(
     dtype: DType, num_ranks: int, ranks_per_node: int | None
@@ -223,3 +228,11 @@ def test_a_rank_that_dies_during_a_swap_is_named_with_the_layer() -> None:
     error, _ = run_ranks(2, compute, dying=(1,))
     assert isinstance(error, PeerLost)
     assert (error.rank, error.layer_idx, error.stage) == (1, model.layers[0][0], "move")
+
+
+def test_a_rank_that_is_silent_during_a_swap_is_named_in_time() -> None:
+    model, plans = make_model("float32", 6), next_plans(2, 2)
+    wires, moves = MemoryWires(2), MemoryWires(2)
+    rank = make_rank(model, plans[0], wires.transport(0), moves.transport(0))
+    with pytest.raises(PeerLost, match=r"rank 1 did not answer within 0\.1 s .*stage move"):
+        drive([rank.placed.adopt(plans[1])], 0.1)

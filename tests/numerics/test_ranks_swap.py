@@ -30,7 +30,7 @@ def bodies() -> list[dict[str, Any]]:
     return [
         {
             "prompt": "Once upon a time, " * (1 + i % 3),
-            "max_tokens": 16,
+            "max_tokens": 10,
             "temperature": 0.8,
             "seed": i,
             "logprobs": 2,

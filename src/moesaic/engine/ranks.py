@@ -97,8 +97,7 @@ class Ranks:
         Raises: PeerLost naming rank and layer; what a rank raised, such as HostMemoryShort.
         """
         assert not self._in_flight, "a step is under way"
-        for one in self._ranks:
-            one.pipe.send(Adopt(plan=plan))
+        self._tell([Adopt(plan=plan)] * len(self._ranks))
         sent_bytes = 0
         for rank, answer in enumerate(self._gather(2 * MOVE_TIMEOUT_S, "move")):
             if isinstance(answer, MoesaicError):
@@ -108,8 +107,7 @@ class Ranks:
 
     def observe(self, loads: Sequence[IntArray]) -> None:
         """Tell the ranks how often experts were chosen."""
-        for one in self._ranks:
-            one.pipe.send(Observe(loads=tuple(loads)))
+        self._tell([Observe(loads=tuple(loads))] * len(self._ranks))
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Tell the ranks that these requests are over."""
