@@ -121,8 +121,7 @@ class ExpertLoader:
         self._plan = _plan_or_all(moe_layers, plan)
         self._rank = rank
         held = held_experts(moe_layers, plan, rank)
-        memory = memory or WeightMemory()
-        self._node_ids = memory.node_ids
+        self._memory = memory = memory or WeightMemory()
         self._arenas = {
             layer_idx: Arena.allocate(spec, formats, layer_idx, held[layer_idx], memory)
             for layer_idx, spec in moe_layers
@@ -191,7 +190,9 @@ class ExpertLoader:
                 f"never filled: {'; '.join(shown)}{f' and {rest} more' if rest else ''}; "
                 "no key of the checkpoint maps there"
             )
-        return ResidentStore(self._arenas, self._plan, self._rank, self._specs, self._formats, self._node_ids)
+        return ResidentStore(
+            self._arenas, self._plan, self._rank, self._specs, self._formats, self._memory.private()
+        )
 
     def _spec(self, layer_idx: int) -> MoeSpec:
         if layer_idx not in self._specs:
@@ -224,14 +225,14 @@ class ResidentStore(ExpertStore):
         rank: int,
         specs: Mapping[int, MoeSpec],
         formats: FormatMap,
-        node_ids: Sequence[int] = (),
+        memory: WeightMemory,
     ) -> None:
-        """`node_ids` are those that memory of later plans is spread over."""
+        """`memory` is for the arenas that `adopt` makes anew."""
+        self._memory = memory
         self._arenas = dict(arenas)
         self._rank = rank
         self._specs = specs
         self._formats = formats
-        self._node_ids = node_ids
         self._weights = {layer_idx: _weights(arena) for layer_idx, arena in self._arenas.items()}
         self._check_held(plan, slots := self._slots(plan))
         self._tables = {layer_idx: self._table(layer_idx, ids) for layer_idx, ids in slots.items()}
@@ -300,7 +301,7 @@ class ResidentStore(ExpertStore):
         arrived = yield from moves.layer(layer_idx, old.blob, size)
         if wanted == tuple(old.layouts):
             return
-        new = Arena.allocate(spec, self._formats, layer_idx, wanted, WeightMemory(self._node_ids))
+        new = Arena.allocate(spec, self._formats, layer_idx, wanted, self._memory)
         for logical_id in wanted:
             blob = arrived[logical_id] if logical_id in arrived else old.blob(logical_id)
             new.blob(logical_id).copy_(blob)

@@ -35,6 +35,10 @@ class WeightMemory:
         """In how many runs experts are put: one for each node."""
         return max(1, len(self.node_ids))
 
+    def private(self) -> WeightMemory:
+        """Memory of this process alone, on the same nodes."""
+        return WeightMemory(self.node_ids, bind=self._bind)
+
     def take(self, num_bytes: int, run_starts: Sequence[int] = ()) -> Bytes:
         """Zeroed bytes that begin at a huge page, or filled ones.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from moesaic.errors import CheckpointError, ConfigError, HostMemoryShort
 from moesaic.experts.blob import BlobLayout, Part
 from moesaic.experts.store import ExpertLoader, ResidentStore, arena_runs
 from moesaic.kernels.huge_pages import HUGE_BYTES
-from moesaic.kernels.weight_memory import WeightMemory
+from moesaic.kernels.shared_bytes import SharedBytes
+from moesaic.kernels.weight_memory import SharedMemory, WeightMemory
 from moesaic.spec.experts import ExpertKey, ExpertPlan, contiguous_plan
 from moesaic.spec.model import GateSpec, MoeSpec
 from moesaic.spec.numerics import FormatMap, FormatPair
@@ -322,3 +324,24 @@ def test_a_system_that_binds_nothing_is_quoted() -> None:
     memory = WeightMemory((0, 1), bind=bind)
     assert load(memory=memory).weight_bytes > 0
     assert memory.refusal == "Operation not permitted"
+
+
+def test_a_layer_that_is_refilled_leaves_shared_memory_and_is_spread_again(tmp_path: Path) -> None:
+    """No byte of what is shared is written: it lies on pages that cannot be."""
+
+    class Nothing:
+        def layer(self, layer_idx: int, blob: Any, size: Any) -> Any:
+            yield from ()
+            return {}
+
+    bound: list[tuple[int, ...]] = []
+    shared = SharedBytes(tmp_path / "weights", 4 * HUGE_BYTES, lambda done, total: None)
+    memory = SharedMemory(shared, (0, 1), bind=lambda data, node_ids: bound.append(tuple(node_ids)))
+    store, alone = load(memory=memory), load()
+    memory.finish({})
+    drive([store.adopt(plan_of([5, 0, 3], [0, 0, 0]), Nothing())], 1.0)  # type: ignore[arg-type]  # a fake
+    assert bound == [(0,), (1,)] * 4
+    first, last = shared.data.ctypes.data, shared.data.ctypes.data + shared.num_bytes
+    for key in (ExpertKey(layer_idx=layer_idx, logical_id=i) for layer_idx in (1, 4) for i in (0, 3, 5)):
+        assert store.blob(key).digest == alone.blob(key).digest
+        assert not first <= store.blob(key).data.data_ptr() < last
