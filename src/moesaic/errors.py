@@ -85,8 +85,10 @@ class KernelTimeout(MoesaicError):
 
 
 class PeerLost(MoesaicError):
-    """A rank stopped answering. `stage` is send, experts, collect or move; join, start, step, move outside
-    layers."""
+    """A rank stopped answering.
+
+    `stage` is send, experts, collect, sum or move; outside layers join, start, step or move.
+    """
 
     is_retriable = True
 

@@ -124,6 +124,29 @@ def deployment_of(alone: Alone, num_ranks: int) -> Deployment:
     return replace(one, instances=(instance,))
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "tp"),
+    [(2, 2), pytest.param(4, 2, marks=pytest.mark.long), pytest.param(3, 3, marks=pytest.mark.long)],
+)
+def test_ranks_that_share_attention_answer_as_one_process_with_the_same_leaves(
+    num_ranks: int, tp: int
+) -> None:
+    """Each has its own heads and experts; one of each replica tells the answers and counts the choices."""
+    leaves = OPTIONS | {"matmul_shards": 4}
+    with LLM("demo", **leaves) as llm:
+        alone = Alone(answers(llm), llm.engine.snapshot(), choices_of(llm))
+    with LLM("demo", num_ranks=num_ranks, tp=tp, **leaves) as llm:
+        assert answers(llm) == alone.answers
+        found = llm.engine.snapshot()
+        for name in ("model_digest", "numerics_digest", "backend"):
+            assert found.active[name] == alone.snapshot.active[name]
+        assert found.active["layout"]["attention"] == {"dp": num_ranks // tp, "kvp": 1, "tp": tp}
+        assert found.active["layout"]["dispatcher"] == ("gathered" if num_ranks == tp else "exchange")
+        # Heads, widths and experts are shared: only what feeds all heads, embedding and head are there twice.
+        assert found.weight_bytes < 1.5 * (num_ranks // tp) * alone.snapshot.weight_bytes
+        assert choices_of(llm) == alone.choices
+
+
 def uneven_plan() -> ExpertPlan:
     """For two ranks, of which the second holds about 30 % of the slots; five experts a layer have a copy."""
     rng = np.random.default_rng(3)
@@ -202,6 +225,24 @@ def test_numbers_of_ranks_that_cannot_be_are_refused() -> None:
         LLM("demo", num_ranks=17, **OPTIONS)
     with pytest.raises(ConfigError, match="num_ranks must be a whole number of at least 1, got 0"):
         LLM("demo", num_ranks=0, **OPTIONS)
+
+
+def test_attention_that_cannot_be_shared_is_refused_before_a_process_starts() -> None:
+    for wish, message in (
+        ({"num_ranks": 2, "tp": 2}, "tp 2 splits each sum further than its 1 leaves: .* --matmul-shards 2"),
+        ({"num_ranks": 3, "tp": 2}, r"3 mod 2 = 1; ask for --tp 1, 3, or for --ranks 2"),
+        (
+            {"num_ranks": 8, "tp": 8, "matmul_shards": 8},
+            r"rank 0 of 8 would have 0 to 0.5 of 4 heads .* tp can be 1, 2, 4",
+        ),
+        (
+            {"num_ranks": 2, "tp": 2, "matmul_shards": 4, "format": "int4-g64"},
+            r"layer 1, down of an expert: .* 128 / 4 = 32 is not a multiple of 64",
+        ),
+        ({"num_ranks": 4, "tp": 2, "matmul_shards": 4, "dispatcher": "gathered"}, "ask for --tp 4"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LLM("demo", **OPTIONS, **wish)
 
 
 def endless() -> SamplingParams:

@@ -7,19 +7,20 @@ torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Literal
 
 import numpy as np
 
-from moesaic.engine.layout import check_layout
+from moesaic.engine.layout import check_layout, check_split
 from moesaic.errors import ConfigError
 from moesaic.spec.deployment import Grid, Layout
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
 from moesaic.spec.layout_rules import DISPATCHERS, FUSED_RETURNS, Dispatcher, LayoutCell, refusals
 from moesaic.spec.model import ModelSpec
+from moesaic.spec.numerics import Numerics
 
 Returns = Literal["choices", "subtrees"]
 Placement = Literal["contiguous", "random", "replicated"]
@@ -27,6 +28,8 @@ RETURNS: tuple[Returns, ...] = ("choices", "subtrees")
 PLACEMENTS: tuple[Placement, ...] = ("contiguous", "random", "replicated")
 NUM_RANKS = (1, 2, 3, 4)
 MICRO_BATCHES = (1, 2)
+TENSOR_RANKS = (2, 3, 4)  # of a replica: 3 have 2, 1 and 1 of four leaves
+MATMUL_SHARDS = 4  # where sums are split over ranks
 REPLICATED_SHARE = 0.5  # of the experts get a second copy
 NO_SHARED_MEMORY = "ranks share memory by native kernels, which are not built in this installation"
 
@@ -39,16 +42,17 @@ class Shape:
     num_ranks: int
     returns: Returns
     is_fused: bool
+    tp: int = 1
 
     def layout(self, num_micro_batches: int = 1) -> Layout:
-        """Attention on every rank for its own requests, experts over all ranks; two ranks share a node.
+        """Attention by replicas of `tp` ranks, experts over all ranks; two ranks share a node.
 
         Raises: ConfigError for what contradicts itself.
         """
         ranks = tuple(range(self.num_ranks))
         is_far = self.dispatcher == "two_level"
         return Layout(
-            attention=Grid(axes={"dp": self.num_ranks}, ranks=ranks),
+            attention=Grid(axes={"dp": self.num_ranks // self.tp, "tp": self.tp}, ranks=ranks),
             experts=Grid(axes={"ep": self.num_ranks}, ranks=ranks),
             dispatcher=self.dispatcher,
             returns=self.returns,
@@ -74,6 +78,7 @@ class Cell:
         shape, parts = self.shape, self.num_micro_batches
         words = [f"{self.dtype} {self.backend}", count_ranks(shape.num_ranks), shape.dispatcher]
         words += ["fused"] if shape.is_fused else []
+        words += [f"tp {shape.tp}"] if shape.tp > 1 else []
         words += [] if shape.dispatcher == "local" else [shape.returns]
         words += [self.placement, "1 micro-batch" if parts == 1 else f"{parts} micro-batches"]
         return ", ".join(words)
@@ -104,18 +109,20 @@ def make_matrix(
     spec: ModelSpec,
     dtypes: Sequence[str],
     backends: Sequence[str],
+    numerics_of: Callable[[str, str, Shape], Numerics],
     *,
     is_long: bool,
     has_shared_memory: bool = True,
 ) -> Matrix:
     """All cells of a model, or a set of them in which every two values of any two axes meet.
 
-    Ranks share memory where native kernels are built, whatever they compute with.
+    `numerics_of` is of a dtype, a backend and a shape. Ranks share memory where native kernels are built,
+    whatever they compute with.
     """
     legal: list[tuple[str, Shape]] = []
     refused: dict[str, str] = {}
-    for backend, shape in product(backends, _shapes()):
-        why = _refusal(shape, backend, spec)
+    for backend, shape in product(backends, _shapes(is_long=is_long)):
+        why = find_refusal(shape, backend, spec, numerics_of(dtypes[0], backend, shape))
         if shape.dispatcher == "shared_memory" and not has_shared_memory:
             why = Refused(name="shared_memory", reason=NO_SHARED_MEMORY)
         if why is None:
@@ -137,12 +144,27 @@ def make_matrix(
     )
 
 
-def _shapes() -> Iterator[Shape]:
+def _shapes(*, is_long: bool) -> Iterator[Shape]:
+    yield from _data_parallel_shapes()
+    for tp, num_ranks, returns in product(TENSOR_RANKS if is_long else (2,), NUM_RANKS, RETURNS):
+        if num_ranks % tp:
+            continue
+        if num_ranks == tp:
+            yield Shape(dispatcher="gathered", num_ranks=tp, returns=returns, is_fused=False, tp=tp)
+        if is_long or (num_ranks > tp and returns == "choices"):
+            for dispatcher in ("exchange", "two_level") if is_long else ("exchange",):
+                yield Shape(
+                    dispatcher=dispatcher, num_ranks=num_ranks, returns=returns, is_fused=False, tp=tp
+                )
+
+
+def _data_parallel_shapes() -> Iterator[Shape]:
     for is_fused, dispatcher, num_ranks, returns in product((False, True), DISPATCHERS, NUM_RANKS, RETURNS):
-        yield Shape(dispatcher=dispatcher, num_ranks=num_ranks, returns=returns, is_fused=is_fused)
+        if dispatcher != "gathered":  # it is for the tokens of tensor parallelism
+            yield Shape(dispatcher=dispatcher, num_ranks=num_ranks, returns=returns, is_fused=is_fused)
 
 
-def _refusal(shape: Shape, backend: str, spec: ModelSpec) -> Refused | None:
+def find_refusal(shape: Shape, backend: str, spec: ModelSpec, numerics: Numerics) -> Refused | None:
     """Why a shape is not run, under the shortest name that all of its kind share; None: it runs."""
     cell = LayoutCell(
         dispatcher=shape.dispatcher, is_fused=shape.is_fused, is_native=backend.startswith("native/")
@@ -160,6 +182,10 @@ def _refusal(shape: Shape, backend: str, spec: ModelSpec) -> Refused | None:
         check_layout(layout, spec)
     except ConfigError as error:
         return Refused(name=count_ranks(shape.num_ranks), reason=str(error))
+    try:
+        check_split(layout, spec, numerics)
+    except ConfigError as error:
+        return Refused(name=f"tp {shape.tp}", reason=str(error))
     if shape.dispatcher == "local" and shape.returns != "choices":
         return Refused(name=f"local, {shape.returns}", reason="nothing is returned where nothing is sent")
     if shape.is_fused and shape.returns != "choices":
@@ -172,10 +198,17 @@ def count_ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _group(cell: Cell, backends: Sequence[str]) -> tuple[int, int, int, str]:
+def _group(cell: Cell, backends: Sequence[str]) -> tuple[int, bool, int, int, int, bool, str]:
     shape = cell.shape
-    fused = shape.dispatcher if shape.is_fused else ""
-    return backends.index(cell.backend), PLACEMENTS.index(cell.placement), shape.num_ranks, fused
+    return (
+        backends.index(cell.backend),
+        shape.tp > 1,
+        PLACEMENTS.index(cell.placement),
+        shape.num_ranks,
+        shape.tp,
+        shape.dispatcher == "gathered",
+        shape.dispatcher if shape.is_fused else "",
+    )
 
 
 def _covering(cells: Sequence[Cell]) -> list[Cell]:

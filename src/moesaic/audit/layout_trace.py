@@ -7,7 +7,7 @@ two traces can be compared bit by bit.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,12 +115,14 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 
 @torch.inference_mode()
-def run_ranks(models: Sequence[LoadedModel], work: Work, *, num_micro_batches: int) -> Trace:
-    """The work with its requests dealt out to ranks, each rank's in so many micro-batches.
+def run_ranks(models: Sequence[LoadedModel], work: Work, *, num_micro_batches: int, tp: int = 1) -> Trace:
+    """The work with its requests dealt out to replicas of `tp` ranks, each one's in so many micro-batches.
 
-    A rank or a micro-batch without requests takes part in every step.
+    A replica or a micro-batch without requests takes part in every step. Where ranks of a replica do not
+    agree, the trace has what one that differs from the first has computed.
     """
-    busy = [rank for rank in range(len(models)) if len(models) < 3 or rank != IDLE_RANK]
+    num_replicas = len(models) // tp
+    busy = [replica for replica in range(num_replicas) if num_replicas < 3 or replica != IDLE_RANK]
     desks = [_Desk(model, work) for model in models]
     hidden, logits = [], []
     for step_id, step in enumerate(work.steps):
@@ -129,7 +131,9 @@ def run_ranks(models: Sequence[LoadedModel], work: Work, *, num_micro_batches: i
         }
         for turn in step:
             place = turn.request // len(busy)  # on its rank
-            parts[busy[turn.request % len(busy)], place % num_micro_batches].append(turn)
+            replica = busy[turn.request % len(busy)]
+            for rank in range(replica * tp, (replica + 1) * tp):
+                parts[rank, place % num_micro_batches].append(turn)
         taps: list[list[Tensor]] = [[] for _ in parts]
         last = drive_ready(
             [
@@ -137,14 +141,31 @@ def run_ranks(models: Sequence[LoadedModel], work: Work, *, num_micro_batches: i
                 for ((rank, micro_batch), turns), tap in zip(parts.items(), taps, strict=True)
             ]
         )
-        logits_TV = torch.cat(
-            [desks[rank].logits(rows_TD) for (rank, _), rows_TD in zip(parts, last, strict=True)]
-        )
-        hidden_ATD = torch.stack([torch.cat(rows) for rows in zip(*taps, strict=True)])
-        row_T = _rows_in_order(step, [turn for turns in parts.values() for turn in turns])
+        seen = {
+            part: (torch.stack(tap), rows_TD) for part, tap, rows_TD in zip(parts, taps, last, strict=True)
+        }
+        shown = [
+            _who_differs([(rank, micro_batch) for rank in range(first, first + tp)], seen)
+            for first in range(0, len(models), tp)
+            for micro_batch in range(num_micro_batches)
+        ]
+        logits_TV = torch.cat([desks[part[0]].logits(seen[part][1]) for part in shown])
+        hidden_ATD = torch.cat([seen[part][0] for part in shown], dim=1)
+        row_T = _rows_in_order(step, [turn for part in shown for turn in parts[part]])
         hidden.append(torch.empty_like(hidden_ATD).index_copy_(1, row_T, hidden_ATD))
         logits.append(torch.empty_like(logits_TV).index_copy_(0, row_T, logits_TV))
     return Trace(hidden_ATD=torch.cat(hidden, dim=1), logits_TV=torch.cat(logits))
+
+
+def _who_differs(
+    ranks: Sequence[tuple[int, int]], seen: Mapping[tuple[int, int], tuple[Tensor, Tensor]]
+) -> tuple[int, int]:
+    """The first of some that has other bits than the first of all; that one, where none has."""
+    first = seen[ranks[0]]
+    for other in ranks[1:]:
+        if not all(_is_same(a, b) for a, b in zip(seen[other], first, strict=True)):
+            return other
+    return ranks[0]
 
 
 def _rows_in_order(step: Sequence[Turn], computed: Sequence[Turn]) -> Tensor:
@@ -162,14 +183,14 @@ class _Desk:
         numerics = model.numerics
         self._model = model
         self._work = work
-        self._groups = cache_groups(model.spec, numerics.kv_format, numerics.kv_block)
+        self._groups = cache_groups(model.local_spec, numerics.kv_format, numerics.kv_block)
         counts = [-(-len(ids) // numerics.kv_block) for ids in work.token_ids]
         starts = [sum(counts[:i]) for i in range(len(counts))]
         self._blocks = [
             tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True)
         ]
         self._pool = KvPool(
-            model.spec,
+            model.local_spec,
             numerics,
             tuple(2 * len(counts) if group.kind == "state" else sum(counts) for group in self._groups),
         )

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from itertools import groupby
 from typing import Any
 
@@ -19,36 +20,43 @@ import torch
 
 from moesaic.account.params import count_params
 from moesaic.audit.layout_cells import (
+    MATMUL_SHARDS,
     MICRO_BATCHES,
     NUM_RANKS,
     REPLICATED_SHARE,
+    TENSOR_RANKS,
     Cell,
     Refused,
     Shape,
     count_ranks,
+    find_refusal,
     make_matrix,
     make_plan,
 )
 from moesaic.audit.layout_trace import Trace, Work, compare, make_work, run_ranks
 from moesaic.engine.config import EngineConfig
 from moesaic.engine.machine import read_machine
-from moesaic.errors import ConfigError, HostMemoryShort
+from moesaic.errors import ConfigError, HostMemoryShort, KernelUnavailable
 from moesaic.experts.contract import ExpertBatch, ExpertSide, Routing, Tag, Ticket, TokenSide
 from moesaic.kernels import native
 from moesaic.kernels.ops import backends
-from moesaic.models.build import Dispatcher, LoadedModel, Share, build, read_spec
+from moesaic.models.build import Dispatcher, LoadedModel, Share, TensorShare, build, read_spec
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.parallel.dispatch.build import lane_sizes, make_dispatcher
 from moesaic.parallel.dispatch.fused_ranks import FusedRanks
 from moesaic.parallel.shared_memory import SharedMemoryTransport, segments_in_one_process
+from moesaic.parallel.tensor import TensorRanks
 from moesaic.parallel.transport import MemoryWires, Transport
 from moesaic.spec.deployment import Layout
 from moesaic.spec.experts import ExpertPlan, IntArray
 from moesaic.spec.model import ModelSpec, MoeSpec
 from moesaic.spec.numerics import DTYPE_BYTES, DType, Numerics
+from moesaic.spec.tensor_split import Subtree, TensorSplit
 from moesaic.steps import Wait
 
 Say = Callable[[str], None]
+PER_RANK = "one partial sum per rank"
+FOLDED = "a sum of leaves rank after rank"
 CONTROL_RANKS = 3  # with two, half of all sums of four are still right
 MIN_CHOICES = 3  # two products have one order
 
@@ -85,6 +93,7 @@ class LayoutVerification:
     num_rows: int
     notes: tuple[str, ...]
     seconds: float
+    missed_controls: tuple[str, ...] = ()
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -95,8 +104,7 @@ class LayoutVerification:
             for one in self.layouts
             if not one.bit_identical
         ]
-        if self.negative_control_caught is False:
-            found.append("one partial sum per rank was not noticed: the comparison proves nothing")
+        found += [f"{name} was not noticed: the comparison proves nothing" for name in self.missed_controls]
         if self.expected != len(self.layouts) + len(self.refused):
             found.append(
                 f"{self.expected} layouts were expected, {len(self.layouts)} run and {len(self.refused)} "
@@ -137,30 +145,45 @@ def verify_layouts(
         raise ConfigError(f"{wishes.model} has no routed experts, so there is one layout: nothing to compare")
     dtypes, notes = _dtypes(spec, wishes)
     levels = backends() if wishes.backend is None else (wishes.backend,)
-    matrix = make_matrix(spec, dtypes, levels, is_long=is_long, has_shared_memory=native.module() is not None)
     stage = _Stage(wishes, spec, make_work(spec))
+    has_shared_memory = native.module() is not None
+    matrix = make_matrix(
+        spec, dtypes, levels, stage.numerics, is_long=is_long, has_shared_memory=has_shared_memory
+    )
     results: list[LayoutResult] = []
-    for (dtype, backend), of_numerics in groupby(matrix.cells, lambda cell: (cell.dtype, cell.backend)):
-        say(f"{dtype} {backend}: alone, to compare with")
-        numerics = stage.numerics(dtype, backend)
+    unavailable: list[Refused] = []
+    by_numerics = groupby(matrix.cells, lambda cell: stage.numerics(cell.dtype, cell.backend, cell.shape))
+    for numerics, of_numerics in by_numerics:
+        dtype, backend = numerics.seam_dtype, numerics.backend
+        leaves = f", {numerics.matmul_shards} leaves" if numerics.matmul_shards > 1 else ""
+        say(f"{dtype} {backend}{leaves}: alone, to compare with")
         expected = stage.alone(numerics)
         for (placement, shape), cells in groupby(of_numerics, _company):
             some = list(cells)
             plan = make_plan(stage.num_experts, shape.num_ranks, placement)
-            say(f"{dtype} {backend}, {count_ranks(shape.num_ranks)}, {placement}: {len(some)} layouts")
-            with stage.ranks(numerics, plan, shape) as ranks:
-                results += [_result(cell, ranks.run(cell), expected) for cell in some]
-    say("the negative control")
-    caught = _control(stage, dtypes[0], levels[0])
-    if caught is None:
+            where = f"{count_ranks(shape.num_ranks)}{f' by tp {shape.tp}' if shape.tp > 1 else ''}"
+            say(f"{dtype} {backend}, {where}, {placement}: {len(some)} layouts")
+            try:
+                with stage.ranks(numerics, plan, shape) as ranks:
+                    results += [_result(cell, ranks.run(cell), expected) for cell in some]
+            except KernelUnavailable as error:  # what was tried before the first of them was run
+                unavailable += [Refused(name=cell.name, reason=str(error)) for cell in some]
+    say("the negative controls")
+    controls = {
+        PER_RANK: _control(stage, dtypes[0], levels[0]),
+        FOLDED: _order_control(stage, dtypes[0], levels[0]),
+    }
+    if controls[PER_RANK] is None:
         notes.append("no negative control: a sum of at most two products has one order")
+    missed = tuple(name for name, is_caught in controls.items() if is_caught is False)
     return LayoutVerification(
         model=name or wishes.model,
         scope="long" if is_long else "all",
         layouts=tuple(results),
         expected=matrix.expected,
-        refused=matrix.refused,
-        negative_control_caught=caught,
+        refused=(*matrix.refused, *unavailable),
+        negative_control_caught=False if missed else controls[PER_RANK] or controls[FOLDED],
+        missed_controls=missed,
         num_rows=stage.work.num_rows,
         notes=tuple(notes),
         seconds=round(time.monotonic() - began_s, 1),
@@ -207,8 +230,13 @@ def _company(cell: Cell) -> tuple[Any, Shape]:
     if cell.shape.is_fused:
         return cell.placement, cell.shape
     return cell.placement, Shape(
-        dispatcher="local" if cell.shape.num_ranks == 1 else "exchange",
+        dispatcher="local"
+        if cell.shape.num_ranks == 1
+        else "gathered"
+        if cell.shape.dispatcher == "gathered"
+        else "exchange",
         num_ranks=cell.shape.num_ranks,
+        tp=cell.shape.tp,
         returns="choices",
         is_fused=False,
     )
@@ -242,11 +270,35 @@ def _control(stage: _Stage, dtype: str, backend: str) -> bool | None:
         return None
     shape = Shape(dispatcher="exchange", num_ranks=num_ranks, returns="choices", is_fused=False)
     cell = Cell(dtype=dtype, backend=backend, shape=shape, num_micro_batches=1, placement="random")
-    numerics = stage.numerics(dtype, backend)
+    numerics = stage.numerics(dtype, backend, shape)
     expected = stage.alone(numerics)
     wrong = replace(numerics, combine="per_rank")
     with stage.ranks(wrong, make_plan(stage.num_experts, num_ranks, "random"), shape) as ranks:
         return compare(ranks.run(cell), expected).first is not None
+
+
+def _order_control(stage: _Stage, dtype: str, backend: str) -> bool | None:
+    """Whether leaves that are added rank after rank are noticed; None where tp cannot be three."""
+    for tp in sorted(TENSOR_RANKS, reverse=True):
+        shape = Shape(dispatcher="gathered", num_ranks=tp, returns="choices", is_fused=False, tp=tp)
+        numerics = stage.numerics(dtype, backend, shape)
+        if tp < CONTROL_RANKS or find_refusal(shape, backend, stage.spec, numerics) is not None:
+            continue
+        cell = Cell(dtype=dtype, backend=backend, shape=shape, num_micro_batches=1, placement="contiguous")
+        expected, plan = stage.alone(numerics), make_plan(stage.num_experts, tp, "contiguous")
+        try:
+            with stage.ranks(numerics, plan, shape, kind=_FoldedRanks) as ranks:
+                return compare(ranks.run(cell), expected).first is not None
+        except KernelUnavailable:  # its layouts are refused with the reason
+            return None
+    return None
+
+
+class _FoldedRanks(TensorRanks):
+    """Ranks that add as they come: what a layout suggests."""
+
+    def add(self, nodes: Mapping[Subtree, torch.Tensor]) -> torch.Tensor:
+        return reduce(torch.add, nodes.values())
 
 
 class _Stage:
@@ -262,22 +314,27 @@ class _Stage:
         self._num_threads = 1 if wishes.num_threads is None else wishes.threads(machine)
         self._available_bytes = machine.available_bytes
 
-    def numerics(self, dtype: str, backend: str) -> Numerics:
-        """As an engine would resolve them."""
+    def numerics(self, dtype: str, backend: str, shape: Shape) -> Numerics:
+        """As an engine would resolve them, with leaves to split where the shape splits sums."""
         kind: DType = dtype  # type: ignore[assignment]  # one of the two, as it came from them
-        return self._wishes.numerics(dtype=kind, backend=backend)
+        numerics = self._wishes.numerics(dtype=kind, backend=backend)
+        if shape.tp == 1:
+            return numerics
+        return numerics.with_leaves(matmul_shards=max(MATMUL_SHARDS, numerics.matmul_shards))
 
     def alone(self, numerics: Numerics) -> Trace:
         """What one rank computes that holds the whole model, all rows of a step in one batch."""
         return run_ranks([self._build(numerics, None)], self.work, num_micro_batches=1)
 
     @contextmanager
-    def ranks(self, numerics: Numerics, plan: ExpertPlan, shape: Shape) -> Iterator[_Ranks]:
+    def ranks(
+        self, numerics: Numerics, plan: ExpertPlan, shape: Shape, kind: type[TensorRanks] = TensorRanks
+    ) -> Iterator[_Ranks]:
         """Ranks with their shares of the model, in memory within the block."""
         seats = [_Seat() for _ in range(shape.num_ranks)]
         layout, layers = shape.layout(max(MICRO_BATCHES)), self.spec.moe_layers
         ends = _wires(layout, layers, numerics, self.work)[0] if shape.is_fused else []
-        models = []
+        models, tensors = [], []
         for rank, seat in enumerate(seats):
 
             def dispatcher(
@@ -287,8 +344,11 @@ class _Stage:
                     return make_dispatcher(layout, spec.moe_layers, numerics, plan, ends[rank])
                 return seat
 
-            models.append(self._build(numerics, Share(rank=rank, plan=plan, dispatcher=dispatcher)))
-        yield _Ranks(models, seats, numerics, plan, self.work)
+            tensor = None if shape.tp == 1 else _tensor_share(shape, numerics, rank, kind)
+            tensors.append(tensor)
+            share = Share(rank=rank, plan=plan, dispatcher=dispatcher, tensor=tensor)
+            models.append(self._build(numerics, share))
+        yield _Ranks(models, seats, tensors, numerics, plan, self.work)
 
     def _build(self, numerics: Numerics, share: Share | None) -> LoadedModel:
         return build(
@@ -319,12 +379,14 @@ class _Ranks:
         self,
         models: Sequence[LoadedModel],
         seats: Sequence[_Seat],
+        tensors: Sequence[TensorShare | None],
         numerics: Numerics,
         plan: ExpertPlan,
         work: Work,
     ) -> None:
         self._models = models
         self._seats = seats
+        self._tensors = tensors
         self._numerics = numerics
         self._plan = plan
         self._work = work
@@ -338,10 +400,24 @@ class _Ranks:
             found = make_dispatcher(layout, layers, self._numerics, self._plan, end)
             if not isinstance(found, FusedRanks):  # whose layers were made with the model
                 seat.dispatcher = found
-        trace = run_ranks(self._models, self._work, num_micro_batches=cell.num_micro_batches)
-        if wires.boxes:
+        replicas = [MemoryWires(cell.shape.tp) for _ in range(layout.attention.size("dp"))]
+        for rank, tensor in enumerate(self._tensors):
+            if tensor is not None:
+                replica, part = divmod(rank, cell.shape.tp)
+                tensor.ranks.wires = replicas[replica].transport(part)
+        trace = run_ranks(
+            self._models, self._work, num_micro_batches=cell.num_micro_batches, tp=cell.shape.tp
+        )
+        if wires.boxes or any(replica.boxes for replica in replicas):
             raise AssertionError("a message was sent that nobody took")
         return trace
+
+
+def _tensor_share(shape: Shape, numerics: Numerics, rank: int, kind: type[TensorRanks]) -> TensorShare:
+    """A rank's part of its replica; its wires are laid anew for each layout."""
+    split = TensorSplit(rank=rank % shape.tp, size=shape.tp, num_leaves=numerics.matmul_shards)
+    ranks = kind(MemoryWires(shape.tp).transport(split.rank), split)
+    return TensorShare(split=split, ranks=ranks, has_own_rows=shape.dispatcher != "gathered")
 
 
 class _Seat(TokenSide, ExpertSide):

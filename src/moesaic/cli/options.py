@@ -50,7 +50,7 @@ MatmulShards = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Leaves of each sum that --tp may split, a power of two; it changes bits, on one rank too "
+        help="Parts of each sum that --tp may split, a power of two: bits follow it, on one rank too "
         "[default: the preset's].",
     ),
 ]
@@ -109,6 +109,12 @@ class LayoutOptions:
             min=1, help="Processes that share the experts, each with requests of its own [default: 1]."
         ),
     ] = None
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            "--tp", min=1, help="Ranks that share one replica's attention; see --matmul-shards [default: 1]."
+        ),
+    ] = None
     placement: Annotated[
         str | None,
         typer.Option(help="File of moesaic balance -o: which rank has which experts [default: equal runs]."),
@@ -119,7 +125,9 @@ class LayoutOptions:
     ] = None
     dispatcher: Annotated[
         str | None,
-        typer.Option(help="local, shared_memory, exchange or two_level [default: the fastest here]."),
+        typer.Option(
+            help="gathered, shared_memory, exchange, two_level or local [default: the fastest here]."
+        ),
     ] = None
     returns: Annotated[
         str | None,
@@ -163,6 +171,7 @@ class LayoutOptions:
         """
         wish = LayoutWish(
             num_ranks=self.ranks,
+            tp=self.tp,
             placement=self.placement,
             deployment=self.deployment,
             dispatcher=self.dispatcher,  # type: ignore[arg-type]  # checked by the dataclass

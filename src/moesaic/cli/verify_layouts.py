@@ -41,8 +41,8 @@ def render_layouts(found: LayoutVerification) -> str:
         lines.append(_row(dtype, f"{backend}: {same} of {len(cells)} layouts with the bits of one rank"))
     lines += [_row("refused", f"{one.name}: {one.reason}") for one in found.refused]
     if found.negative_control_caught is not None:
-        caught = "caught" if found.negative_control_caught else "NOT caught"
-        lines.append(_row("control", f"one partial sum per rank {caught}"))
+        missed = ", ".join(found.missed_controls)
+        lines.append(_row("control", f"{missed} NOT caught" if missed else "sums in other orders are caught"))
     lines += [_row("note", note) for note in found.notes]
     lines += [_row("FAILED", failure) for failure in found.failures[:SHOWN]]
     more = len(found.failures) - SHOWN

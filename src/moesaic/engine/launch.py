@@ -14,11 +14,11 @@ from moesaic.engine.launchers.launcher import Address, Launcher
 from moesaic.engine.launchers.local import Local
 from moesaic.engine.launchers.ray import Ray
 from moesaic.engine.launchers.torchrun import Torchrun
-from moesaic.engine.layout import Arrangement, data_parallel, describe_layout, settle
+from moesaic.engine.layout import Arrangement, check_split, data_parallel, describe_layout, settle
 from moesaic.engine.link import Link, LocalLink
 from moesaic.engine.loop import Engine, Facts
 from moesaic.engine.machine import Machine, read_machine
-from moesaic.engine.rank import Hello, RankPool, RankSetup, arrange_for, home_of
+from moesaic.engine.rank import Hello, RankPool, RankSetup, arrange_for, home_of, split_of
 from moesaic.engine.ranks import Ranks
 from moesaic.engine.rebalance import Rebalance
 from moesaic.engine.runner import Runner
@@ -137,7 +137,7 @@ def assemble(
     layout: Layout | None = None,
 ) -> Engine:
     """The parts of an engine around a loaded model, not yet started; `layout` None is one rank's usual."""
-    pool = KvPool(model.spec, model.numerics, config.num_blocks)
+    pool = KvPool(model.local_spec, model.numerics, config.num_blocks)
     worker = Worker(
         Runner(model.decoder, pool),
         model.spec,
@@ -173,6 +173,10 @@ def _start_on_ranks(
     grammars: Grammars | None,
 ) -> Engine:
     """An engine whose model lies in several processes, each with requests of its own."""
+    numerics = config.with_environment(read_environment()).numerics_for(
+        spec, backend=default_backend(), stated=arranged.numerics
+    )
+    check_split(arranged.layout, spec, numerics)
     ranks = Ranks(launcher, arranged.layout.num_ranks)
     try:
         hellos = ranks.await_hello()
@@ -195,7 +199,10 @@ def _start_on_ranks(
             pids=tuple(one.pid for one in hellos),
         )
         machine = _smallest(setups[0].hosts, [one.machine for one in ready])
-        resolved = config.with_environment(read_environment()).resolve(spec, facts.numerics, machine)
+        # The first rank of a replica has the most heads, so no pool is larger than its.
+        first = split_of(arranged.layout, facts.numerics, 0)
+        pooled = spec if first is None else first.model(spec)
+        resolved = config.with_environment(read_environment()).resolve(pooled, facts.numerics, machine)
         ranks.start_pools(RankPool(config=resolved))
     except BaseException:
         ranks.close()

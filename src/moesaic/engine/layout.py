@@ -19,17 +19,26 @@ from moesaic.kernels import native
 from moesaic.spec.codec import from_plain
 from moesaic.spec.deployment import Deployment, Grid, Layout, check_plan, from_json
 from moesaic.spec.experts import MAX_VERSION, ExpertPlan
-from moesaic.spec.layout_rules import DISPATCHERS, FUSED, NOT_BUILT, Dispatcher, refusals
+from moesaic.spec.layout_rules import (
+    DISPATCHERS,
+    FUSED,
+    GATHERED_RULE,
+    NOT_BUILT,
+    Dispatcher,
+    refusals,
+)
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
+from moesaic.spec.tensor_split import check_leaves, check_tensor_parallel
 
 Returns = Literal["choices", "subtrees"]
 RETURNS: tuple[Returns, ...] = get_args(Returns)
 
 MAX_FILE_BYTES = 2**28  # guess: a placement of 100 layers of 1,000 slots has 8 MB
-_COUNTS = ("num_ranks", "num_micro_batches", "ranks_per_node")
+_COUNTS = ("num_ranks", "tp", "num_micro_batches", "ranks_per_node")
 FLAGS = {
     "num_ranks": "--ranks",
+    "tp": "--tp",
     "placement": "--placement",
     "deployment": "--deployment",
     "dispatcher": "--dispatcher",
@@ -45,9 +54,10 @@ class LayoutWish:
     """How the user wants a model spread over processes. None: derived, by the rule beside the field."""
 
     num_ranks: int | None = None  # None: as many as were started from outside, else one
+    tp: int | None = None  # ranks that share a replica's attention and dense matrices; None: one
     placement: str | None = None  # file that says which rank holds which experts; None: equal runs
     deployment: str | None = None  # file with layout, placement and numerics; no other field is stated then
-    dispatcher: Dispatcher | None = None  # None: local, on one host shared_memory, else exchange
+    dispatcher: Dispatcher | None = None  # None: local, gathered, shared_memory or exchange: the fastest
     returns: Returns | None = None  # None: choices
     num_micro_batches: int | None = None  # of a step; None: one
     ranks_per_node: int | None = None  # that follow each other; None: as they were started, if that is known
@@ -140,6 +150,7 @@ def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None, is_nat
         )
     layout = data_parallel(
         num_ranks,
+        tp=wish.tp or 1,
         dispatcher=wish.dispatcher,
         returns=wish.returns or "choices",
         num_micro_batches=wish.num_micro_batches or 1,
@@ -171,23 +182,33 @@ def _by_file(path: str, spec: ModelSpec) -> Arrangement:
 def data_parallel(
     num_ranks: int,
     *,
+    tp: int = 1,
     dispatcher: Dispatcher | None = None,
     returns: Returns = "choices",
     num_micro_batches: int = 1,
     ranks_per_node: int | None = None,
     is_native: bool = False,
 ) -> Layout:
-    """Attention on every rank for its own requests, experts spread over all ranks.
+    """Attention by replicas of `tp` ranks for requests of their own, experts spread over all ranks.
 
-    `dispatcher` None is the fastest between ranks of one machine: over shared memory, for which native
-    kernels must have been built, else exchange. Layers are fused where it can and the backend is native.
+    `dispatcher` None is the fastest between ranks of one machine: gathered in one replica, else over shared
+    memory, for which native kernels must have been built, else exchange. Layers are fused where it can and
+    the backend is native.
+
+    Raises: ConfigError when `tp` does not divide the ranks.
     """
+    if num_ranks % tp:
+        legal = ", ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)
+        raise ConfigError(
+            f"tp {tp} does not divide {_ranks(num_ranks)}: {num_ranks} mod {tp} = {num_ranks % tp}; ask for "
+            f"--tp {legal}, or for --ranks {max(1, num_ranks // tp) * tp}"
+        )
     ranks = tuple(range(num_ranks))
     if dispatcher is None:
         fastest: Dispatcher = "exchange" if native.module() is None else "shared_memory"
-        dispatcher = "local" if num_ranks == 1 else fastest
+        dispatcher = "local" if num_ranks == 1 else "gathered" if num_ranks == tp else fastest
     return Layout(
-        attention=Grid(axes={"dp": num_ranks}, ranks=ranks),
+        attention=Grid(axes={"dp": num_ranks // tp, "tp": tp}, ranks=ranks),
         experts=Grid(axes={"ep": num_ranks}, ranks=ranks),
         dispatcher=dispatcher,
         returns=returns,
@@ -207,12 +228,34 @@ def check_layout(layout: Layout, spec: ModelSpec) -> None:
         raise ConfigError(
             f"dispatcher {layout.dispatcher} does not run: {reasons}; {_runnable(layout.num_ranks)}"
         )
+    if layout.dispatcher == "gathered" and layout.attention.size("tp") != layout.num_ranks:
+        raise ConfigError(
+            f"dispatcher gathered: {GATHERED_RULE}; this layout has tp {layout.attention.size('tp')} and "
+            f"{_ranks(layout.num_ranks)}: ask for --tp {layout.num_ranks}, or use exchange"
+        )
     fewest = min((moe.num_experts for _, moe in spec.moe_layers), default=1)
     if layout.num_ranks > fewest:
         raise ConfigError(
             f"{layout.num_ranks} ranks for {fewest} experts a layer: some would hold none; use at most "
             f"{fewest} ranks"
         )
+
+
+def check_split(layout: Layout, spec: ModelSpec, numerics: Numerics) -> None:
+    """Whether these numerics have the leaves, and the model the heads, that a layout splits.
+
+    Raises: ConfigError with the arithmetic, and what would do.
+    """
+    tp = layout.attention.size("tp")
+    if tp > numerics.matmul_shards and layout.num_ranks > 1:
+        needed = 1 << (tp - 1).bit_length()
+        raise ConfigError(
+            f"tp {tp} splits each sum further than its {numerics.matmul_shards} leaves: numerics with "
+            f"matmul_shards {needed} allow it; ask for --matmul-shards {needed}, also where its bits are "
+            "compared with one rank's"
+        )
+    check_leaves(spec, numerics)
+    check_tensor_parallel(spec, tp, numerics.matmul_shards)
 
 
 def settle(arranged: Arrangement, wish: LayoutWish, hosts: Sequence[str]) -> Arrangement:
@@ -327,7 +370,7 @@ def _runnable(num_ranks: int) -> str:
     if num_ranks == 1:
         return "local runs on one rank"
     return f"for {num_ranks} ranks there are " + " and ".join(
-        one for one in DISPATCHERS if one not in NOT_BUILT and one != "local"
+        one for one in DISPATCHERS if one not in NOT_BUILT and one not in ("local", "gathered")
     )
 
 

@@ -41,7 +41,7 @@ from moesaic.kernels.nodes import read_nodes
 from moesaic.kernels.ops import default_backend
 from moesaic.kernels.shared_bytes import leave_all
 from moesaic.kv.pool import KvPool
-from moesaic.models.build import Dispatcher, LoadedModel, Share, build, read_spec
+from moesaic.models.build import Dispatcher, LoadedModel, Share, TensorShare, build, read_spec
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.home import SHARED_FOLDER, Home
 from moesaic.parallel.dispatch.build import connect, make_dispatcher
@@ -49,12 +49,14 @@ from moesaic.parallel.dispatch.fused_ranks import FusedRanks
 from moesaic.parallel.gloo import GlooTransport
 from moesaic.parallel.mesh import Identity, Mesh
 from moesaic.parallel.moves import Placed
+from moesaic.parallel.tensor import TensorRanks
 from moesaic.sched.step import StepPlan, StepResult
 from moesaic.spec.codec import to_plain
 from moesaic.spec.deployment import Layout
 from moesaic.spec.experts import ExpertPlan, IntArray, contiguous_plan
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
+from moesaic.spec.tensor_split import TensorSplit
 from moesaic.steps import drive
 
 LEAVE_S = 2.0  # guess: what a rank may still compute when it is told to leave
@@ -163,6 +165,25 @@ def home_of(config: EngineConfig, num_ranks: int = 1) -> Home:
     )
 
 
+def split_of(layout: Layout, numerics: Numerics, rank: int) -> TensorSplit | None:
+    """What part of its replica's matrices a rank has; None: the whole."""
+    size = layout.attention.size("tp")
+    if size == 1:
+        return None
+    return TensorSplit(rank=rank % size, size=size, num_leaves=numerics.matmul_shards)
+
+
+def tensor_share(mesh: Mesh, layout: Layout, numerics: Numerics) -> TensorShare | None:
+    """This rank's part of its replica, and the wires to the others of it; None: it is the replica."""
+    split = split_of(layout, numerics, mesh.rank)
+    if split is None:
+        return None
+    wires = GlooTransport(mesh.part(split.size), num_lanes=TensorRanks.LANES * layout.num_micro_batches)
+    return TensorShare(
+        split=split, ranks=TensorRanks(wires, split), has_own_rows=layout.dispatcher != "gathered"
+    )
+
+
 def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
     """This rank's part of the model, wired to the other ranks; the wires are made first.
 
@@ -203,6 +224,7 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
             dispatcher=dispatcher,
             moves=GlooTransport(mesh, num_lanes=1, name="moves"),
             traffic=wires.traffic,
+            tensor=tensor_share(mesh, layout, numerics),
         ),
     )
 
@@ -261,12 +283,14 @@ def serve(
 
 
 def _worker(model: LoadedModel, setup: RankSetup, config: ResolvedConfig, rank: int) -> Worker:
+    replica_idx, part = divmod(rank, setup.layout.attention.size("tp"))
     return Worker(
-        Runner(model.decoder, KvPool(model.spec, model.numerics, config.num_blocks)),
+        Runner(model.decoder, KvPool(model.local_spec, model.numerics, config.num_blocks)),
         model.spec,
         grammars=setup.grammars,
         traces_routes=config.trace_routes,
-        replica_idx=rank,
+        replica_idx=replica_idx,
+        is_silent=part > 0,
         rank=rank,
         meter=model.meter,
         traffic=model.traffic,

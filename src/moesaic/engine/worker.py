@@ -85,9 +85,9 @@ class Outcome:
 
 
 class Worker:
-    """One attention replica's rank."""
+    """A rank of one attention replica."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each says one thing of the rank
         self,
         runner: Runner,
         spec: ModelSpec,
@@ -95,11 +95,14 @@ class Worker:
         grammars: Grammars | None = None,
         traces_routes: bool = False,
         replica_idx: int = 0,
+        is_silent: bool = False,
         rank: int = 0,
         meter: Meter | None = None,
         traffic: Traffic | None = None,
     ) -> None:
-        """`meter` is the model's; `traffic` is with other ranks, None: there are none."""
+        """`meter` is the model's; `traffic` is with other ranks, None: there are none. `is_silent`: another
+        rank of the replica computes the same rows and says what comes of them.
+        """
         self._runner = runner
         self._vocab = spec.vocab
         self._num_experts = [moe.num_experts for _, moe in spec.moe_layers]
@@ -110,6 +113,7 @@ class Worker:
         self._rank = rank
         self._meter = meter or Meter()
         self._traffic = traffic
+        self._is_silent = is_silent
         self._tracks: dict[str, Track] = {}
 
     @property
@@ -136,6 +140,8 @@ class Worker:
         forward_s = time.perf_counter()
         outcome = Outcome()
         for batch, hidden_TD, observer in zip(batches, hidden, observers, strict=True):
+            if self._is_silent:
+                break
             self._sample(batch, hidden_TD, outcome)
             self._score_prompts(batch, hidden_TD, outcome)
             self._trace(batch, observer, outcome)
@@ -146,7 +152,9 @@ class Worker:
             tokens=outcome.tokens,
             logprobs=outcome.logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
-            loads=self._loads(census, plan.plan_version, began_unix_s, began_unix_s + ended_s - began_s),
+            loads=()
+            if self._is_silent
+            else self._loads(census, plan.plan_version, began_unix_s, began_unix_s + ended_s - began_s),
             spread={"forward": forward_s - began_s, "sample": ended_s - forward_s},
             ranks=(self._rank_step(spent, ended_s - began_s),),
             routes=outcome.routes,

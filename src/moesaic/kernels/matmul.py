@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moesaic.errors import KernelUnavailable
 from moesaic.kernels.invariance import MAX_ROWS, ProofTable, Tiling, Trial
 
 MAX_COLUMNS = 8192  # result columns of one call: bounds what the proof of a vocabulary costs
@@ -57,10 +58,29 @@ class TiledMatmul:
 
     def prove_leaf(self, num_columns: int, width: int, num_shards: int) -> None:
         """Prove the float32 call of one of `num_shards` leaves of a weight [num_columns, width]."""
-        leaf = width // num_shards
-        missing = -leaf % (ALIGNMENT // torch.float32.itemsize)
-        stride = leaf + missing if missing else width
-        self._linear_tiling(num_columns, leaf + missing, stride, torch.float32)
+        self.prove_linear(num_columns, width // num_shards, torch.float32)
+
+    def prove_columns(self, whole: int, part: int, width: int, dtype: torch.dtype) -> None:
+        """Prove that `part` columns of a weight [whole, width] have the bits that they have in the whole.
+
+        Raises: KernelUnavailable when they have others.
+        """
+        rows, weight_FD = noise((MAX_ROWS, width), dtype), noise((whole, width), dtype, seed=1)
+        expected = self.linear(rows, weight_FD)
+        for first in {0, whole - part}:
+            found = self.linear(rows, weight_FD[first : first + part].contiguous())
+            if not torch.equal(found, expected[:, first : first + part]):
+                raise _split_differs(f"{part} of {whole} columns of a matmul over {width}")
+
+    def prove_items(self, width: int, num_columns: int) -> None:
+        """Prove that one item of `bmm` alone has the bits that it has among several.
+
+        Raises: KernelUnavailable when it has others.
+        """
+        a_NTC, b_NCM = noise((3, MAX_ROWS, width)), noise((3, width, num_columns), seed=1)
+        alone = torch.cat([self.bmm(a_NTC[i : i + 1], b_NCM[i : i + 1]) for i in range(3)])
+        if not torch.equal(alone, self.bmm(a_NTC, b_NCM)):
+            raise _split_differs(f"one head's matmul {width} x {num_columns}")
 
     def _linear(self, x_TD: Tensor, weight_FD: Tensor) -> Tensor:
         num_rows = x_TD.shape[0]
@@ -81,6 +101,13 @@ class TiledMatmul:
     def _linear_tiling(self, num_columns: int, width: int, stride: int, dtype: torch.dtype) -> Tiling:
         key = ("linear", num_columns, width, stride, dtype)
         return self._table.tiling(key, lambda: _linear_trial(num_columns, width, stride, dtype))
+
+
+def _split_differs(what: str) -> KernelUnavailable:
+    return KernelUnavailable(
+        f"torch computes {what} by itself with other bits than in the whole, so that ranks cannot share it: "
+        "use native kernels, or dp in place of tp"
+    )
 
 
 def _unit(x: Tensor) -> int:
@@ -113,7 +140,7 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, *, seed: i
 
 
 def _linear_trial(num_columns: int, width: int, stride: int, dtype: torch.dtype) -> Trial:
-    # A leaf of a split inner dim is a view of its weight: `width` columns of rows `stride` apart.
+    # A weight may be a view: `width` columns of rows `stride` apart.
     weight_FD = noise((num_columns, stride), dtype, seed=1)[:, :width]
     return Trial(
         name=f"linear {num_columns} x {width} {str(dtype).removeprefix('torch.')}",

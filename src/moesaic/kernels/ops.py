@@ -44,6 +44,17 @@ class Ops(Protocol):
         """Row-parallel matmul: matmul_shards leaves over F, neighbour tree in partial_dtype, rounded once."""
         ...
 
+    def inner_root(self, x_TF: Tensor, weight_DF: Weight, num_leaves: int) -> Tensor:
+        """Neighbouring leaves of a row-parallel matmul as their root [T, D] in partial_dtype.
+
+        The weight has the columns of these leaves alone.
+        """
+        ...
+
+    def from_root(self, root_TD: Tensor, bias_D: Tensor | None) -> Tensor:
+        """[T, D] as `linear_inner` makes it of the root over all its leaves."""
+        ...
+
     def linear_float32(self, x_TD: Tensor, weight_FD: Tensor) -> Tensor:
         """x @ weight.T in float32 from operands widened to float32 (routers)."""
         ...
@@ -171,6 +182,19 @@ class Ops(Protocol):
 
         Shapes:  weights and float32_weights (routers) as [out, in]; heads as (key width, value width).
         Raises:  KernelUnavailable when no way of calling the backend gives equal bits.
+        """
+        ...
+
+    def prove_split(
+        self,
+        columns: Iterable[tuple[int, int, int]] = (),
+        *,
+        items: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        """Prove that a matmul of some columns, or of some items of a batch, has the bits of the whole.
+
+        Shapes:  columns as (out of the whole, out of the part, in); items, of `bmm`, as (in, out).
+        Raises:  KernelUnavailable when they differ, so that ranks cannot share a matmul.
         """
         ...
 

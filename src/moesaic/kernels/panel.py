@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.errors import ConfigError
 from moesaic.kernels.formats import Packed, pack
 from moesaic.spec.numerics import Format
-from moesaic.spec.quantised import PANEL_ROWS, QUANTISED, SCALE_BYTES, Quantised
+from moesaic.spec.quantised import BLOCK, PANEL_ROWS, QUANTISED, SCALE_BYTES, Quantised, check_shards_of
 
 _CHUNK = 1 << 20  # numbers rounded at once: some 30 MB of passing tensors
 MIDDLE = 8  # zero point of formats of 4 bits that store none
@@ -84,21 +83,35 @@ def check_shards(weight_DF: Weight, num_shards: int) -> None:
     Raises: ConfigError with the arithmetic.
     """
     format = weight_DF.format if isinstance(weight_DF, PanelWeight) else "float32"
-    check_width(format, weight_DF.shape[1], num_shards)
+    check_shards_of(format, weight_DF.shape[1], num_shards)
 
 
-def check_width(format: Format, width: int, num_shards: int) -> None:
-    """The same of a weight with rows of `width` kept in `format`; all floats are alike.
+def slice_columns(weight_FD: PanelWeight, columns: range) -> PanelWeight:
+    """A copy of some columns, which begin and end with a group, or with a block of 32 where a row is one.
 
-    Raises: ConfigError with the arithmetic.
+    Scales are those of the whole: a row that is one group keeps the scale of all its numbers.
     """
-    if format in QUANTISED:
-        QUANTISED[format].check_shards(width, num_shards)
-    elif width % num_shards:
-        raise ConfigError(
-            f"numerics.matmul_shards = {num_shards} does not divide an inner width of {width}; "
-            "ask for fewer shards"
-        )
+    kind, width = weight_FD.kind, weight_FD.width
+    unit = kind.group or BLOCK
+    assert columns.start % unit == 0, "columns begin with a group"
+    assert columns.stop % unit == 0 or columns.stop == width, "columns end with a group"
+    num_groups, num_panels = kind.num_groups(width), weight_FD.data.shape[0]
+    groups = weight_FD.data.view(num_panels, num_groups, -1)
+    first, stop = columns.start // unit, -(-columns.stop // unit)
+    if kind.group is None:
+        head_bytes = PANEL_ROWS * (SCALE_BYTES + kind.has_zeros)
+        block_bytes = PANEL_ROWS * BLOCK * kind.bits // 8
+        numbers = groups[:, :, head_bytes + first * block_bytes : head_bytes + stop * block_bytes]
+        data = torch.cat((groups[:, :, :head_bytes], numbers), dim=2)
+    else:
+        data = groups[:, first:stop]
+    return PanelWeight(
+        format=weight_FD.format,
+        data=data.reshape(num_panels, -1).contiguous(),
+        num_rows=weight_FD.num_rows,
+        width=len(columns),
+        num_sections=weight_FD.num_sections,
+    )
 
 
 def pack_panels(

@@ -71,20 +71,27 @@ class ReferenceOps:
         Raises: ConfigError when matmul_shards does not divide F, into whole groups of an integer weight.
         """
         num_shards = self._shards_of(weight_DF)
-        if isinstance(weight_DF, PanelWeight):
-            return self._biased(self._integer(x_TF, weight_DF, num_shards=num_shards), bias_D)
-        if num_shards == 1:
+        if num_shards == 1 and isinstance(weight_DF, Tensor):
             return self.linear(x_TF, weight_DF, bias_D)
-        x_TF, weight_DF = x_TF.float(), weight_DF.float()
-        width = weight_DF.shape[1]
-        size = width // num_shards
+        return self.from_root(self.inner_root(x_TF, weight_DF, num_shards), bias_D)
+
+    def inner_root(self, x_TF: Tensor, weight_DF: Weight, num_leaves: int) -> Tensor:
+        """Neighbouring leaves of a row-parallel matmul as their root [T, D] in float32."""
+        if isinstance(weight_DF, PanelWeight):
+            return integer_linear(x_TF.to(self._seam), weight_DF, num_shards=num_leaves)
+        size = weight_DF.shape[1] // num_leaves
+        # Each leaf is copied out, so that a rank that has some alone calls what one with all calls.
         leaves = [
-            self._matmul.linear(x_TF[:, low : low + size], weight_DF[:, low : low + size])
-            for low in range(0, width, size)
+            self._matmul.linear(x.float(), weight.float().contiguous())
+            for x, weight in zip(x_TF.split(size, dim=1), weight_DF.split(size, dim=1), strict=True)
         ]
         while len(leaves) > 1:
             leaves = [leaves[i] + leaves[i + 1] for i in range(0, len(leaves), 2)]
-        return self._biased(leaves[0], bias_D)
+        return leaves[0]
+
+    def from_root(self, root_TD: Tensor, bias_D: Tensor | None) -> Tensor:
+        """[T, D] as `linear_inner` makes it of the root over all its leaves."""
+        return self._biased(root_TD.to(self._seam), bias_D)
 
     def linear_float32(self, x_TD: Tensor, weight_FD: Tensor) -> Tensor:
         """x @ weight.T in float32 from widened operands."""
@@ -245,6 +252,22 @@ class ReferenceOps:
         for key_width, value_width in set(heads):
             self._attention.prove(key_width, value_width)
         return self._table.proof()
+
+    def prove_split(
+        self,
+        columns: Iterable[tuple[int, int, int]] = (),
+        *,
+        items: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        """Prove that a matmul of some columns, or of some items of a batch, has the bits of the whole.
+
+        Shapes:  columns as (out of the whole, out of the part, in); items, of `bmm`, as (in, out).
+        Raises:  KernelUnavailable when they differ, so that ranks cannot share a matmul.
+        """
+        for whole, part, width in set(columns):
+            self._matmul.prove_columns(whole, part, width, self._seam)
+        for width, num_columns in set(items):
+            self._matmul.prove_items(width, num_columns)
 
     def _integer(
         self, x_TD: Tensor, weight_FD: PanelWeight, *, num_shards: int = 1, out: torch.dtype | None = None

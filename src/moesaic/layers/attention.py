@@ -14,7 +14,7 @@ from moesaic.kernels.native.gqa import GqaLayer
 from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.ops import Ops
 from moesaic.kernels.panel import Weight
-from moesaic.layers.linear import WeightSet
+from moesaic.layers.linear import SharedSum, WeightSet
 from moesaic.layers.norm import RmsNorm
 from moesaic.layers.rope import RopeTable
 from moesaic.layers.temperature import Temperature
@@ -106,13 +106,25 @@ class PagedAttend(Attend):
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadShare:
+    """Which of all heads one rank has, and how ranks add what comes of them."""
+
+    all_heads: int
+    all_kv_heads: int
+    first_head: int
+    first_kv_head: int
+    shared: SharedSum
+
+
 class GqaAttention:
     """Projections, norms and rotation around an `Attend`.
 
     Weights: q k v o, without v where keys are values, and as the spec says q_bias k_bias v_bias o_bias,
              q_norm k_norm, sinks.
     Shapes:  q [H * C, D], k and v [G * C, D], o [D, H * C]; norms [C] per head, or [H * C] and [G * C]. With
-             an output gate q is [H * 2C, D]: of each head the query's rows, then the gate's.
+             an output gate q is [H * 2C, D]: of each head the query's rows, then the gate's. With a share H
+             and G are this rank's, but for q, k and their norms where the norm is over all heads.
     """
 
     def __init__(
@@ -124,8 +136,10 @@ class GqaAttention:
         attend: Attend,
         *,
         norm_eps: float,
+        share: HeadShare | None = None,
     ) -> None:
-        """`rope` is None where the spec has none; `norm_eps` is that of the query and key norms.
+        """`rope` is None where the spec has none; `norm_eps` is that of the query and key norms. `share`: the
+        heads of the spec are this rank's, and others have the rest.
 
         Raises: UnsupportedModelError naming what the spec needs and this build lacks; ConfigError for
                 weights.
@@ -138,14 +152,23 @@ class GqaAttention:
         owner = WeightSet("grouped-query attention", weights)
         hidden = weights["o"].shape[0] if "o" in weights else 0
         query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        out_width, value = query, key
+        # A norm over all heads needs them all, on every rank; this rank's are taken out after it.
+        self._own_heads: slice | None = None
+        self._own_kv_heads: slice | None = None
+        if share is not None and spec.qk_norm == "full":
+            query, key = share.all_heads * spec.head_dim, share.all_kv_heads * spec.head_dim
+            self._own_heads = slice(share.first_head, share.first_head + spec.num_heads)
+            self._own_kv_heads = slice(share.first_kv_head, share.first_kv_head + spec.num_kv_heads)
         q_rows = 2 * query if spec.has_output_gate else query
         self._q = owner.linear("q", (q_rows, hidden), ops, has_bias=spec.has_qkv_bias)
         self._k = owner.linear("k", (key, hidden), ops, has_bias=spec.has_qkv_bias)
         self._v = None
         if not spec.value_is_key:
-            self._v = owner.linear("v", (key, hidden), ops, has_bias=spec.has_qkv_bias)
+            self._v = owner.linear("v", (value, hidden), ops, has_bias=spec.has_qkv_bias)
         self._v_norm = RmsNorm(None, norm_eps, ops) if spec.has_value_norm else None
-        self._o = owner.linear("o", (hidden, query), ops, has_bias=spec.has_out_bias, is_inner=True)
+        shared = None if share is None else share.shared
+        self._o = owner.inner("o", (hidden, out_width), ops, shared, has_bias=spec.has_out_bias)
         self._temperature = None if spec.temperature is None else Temperature(spec.temperature)
         self._q_norm = self._k_norm = None
         if spec.qk_norm == "l2":
@@ -158,17 +181,17 @@ class GqaAttention:
             owner.take("sinks", spec.num_heads)  # used by `attend`
         owner.finish()
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView) -> Steps[Tensor]:
+    def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView, micro_batch: int = 0) -> Steps[Tensor]:
         """[T, D] in the seam dtype; every row attends to its own sequence in the pool."""
         spec = self._spec
         q_TF, gate_TF = self._q(x_TD), None
         if spec.has_output_gate:
             both_THC = q_TF.unflatten(1, (spec.num_heads, 2 * spec.head_dim))
             q_TF, gate_TF = (half.flatten(1) for half in both_THC.chunk(2, dim=-1))
-        q_THC = self._heads(q_TF, self._q_norm, spec.num_heads)
+        q_THC = self._heads(q_TF, self._q_norm, self._own_heads)
         key_TF = self._k(x_TD)
-        key_TGC = self._heads(key_TF, self._k_norm, spec.num_kv_heads)
-        value_TGC = self._heads(key_TF if self._v is None else self._v(x_TD), None, spec.num_kv_heads)
+        key_TGC = self._heads(key_TF, self._k_norm, self._own_kv_heads)
+        value_TGC = self._heads(key_TF if self._v is None else self._v(x_TD), None)
         if self._v_norm is not None:
             value_TGC = self._v_norm(value_TGC)
         if self._rope is not None:
@@ -183,7 +206,7 @@ class GqaAttention:
         out_TF = out_THC.flatten(1)
         if gate_TF is not None:
             out_TF = (out_TF.float() * self._ops.sigmoid(gate_TF)).to(out_TF.dtype)
-        return self._o(out_TF)
+        return (yield from self._o.forward(out_TF, micro_batch))
 
     def fused(self, layer_idx: int, norm: RmsNorm) -> FusedGqa | None:
         """This and the norm before it as one call; None where the layer has what such a call does not do.
@@ -191,13 +214,17 @@ class GqaAttention:
         Raises: ConfigError as `NativeOps.gqa_layer`.
         """
         spec, ops, attend = self._spec, self._ops, self._attend
-        maps = {"q": self._q, "k": self._k, "v": self._v, "o": self._o}
+        if self._o.is_shared:
+            return None
+        maps = {"q": self._q, "k": self._k, "v": self._v}
         weights = {
             name: linear.weight_FD
             for name, linear in maps.items()
             if linear is not None and linear.bias_F is None
         }
-        is_plain = len(weights) == len(maps) and spec.qk_norm != "l2" and spec.qkv_clip is None
+        if self._o.bias_D is None:
+            weights["o"] = self._o.weight_DF
+        is_plain = len(weights) == 4 and spec.qk_norm != "l2" and spec.qkv_clip is None
         is_plain &= not (spec.has_output_gate or spec.has_value_norm or spec.temperature is not None)
         if not (is_plain and isinstance(ops, NativeOps) and isinstance(attend, PagedAttend)):
             return None
@@ -217,14 +244,16 @@ class GqaAttention:
         )
         return FusedGqa(layer, self._rope)
 
-    def _heads(self, x_TF: Tensor, norm: RmsNorm | None, num_heads: int) -> Tensor:
-        """A projection as heads [T, H, C], normed over all heads or each, then clipped.
+    def _heads(self, x_TF: Tensor, norm: RmsNorm | None, own: slice | None = None) -> Tensor:
+        """A projection as heads [T, H, C], normed over all heads or each, then clipped; `own` are taken out.
 
         Norms without a weight come after the rotation.
         """
         if norm is not None and self._spec.qk_norm == "full":
             x_TF = norm(x_TF)
-        x_THC = x_TF.view(len(x_TF), num_heads, self._spec.head_dim)
+        x_THC = x_TF.unflatten(1, (x_TF.shape[1] // self._spec.head_dim, self._spec.head_dim))
+        if own is not None:
+            x_THC = x_THC[:, own]
         if norm is not None and self._spec.qk_norm == "head":
             x_THC = norm(x_THC)
         clip = self._spec.qkv_clip
@@ -238,7 +267,7 @@ class FusedGqa:
         self._layer = layer
         self._rope = rope
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView) -> Steps[Tensor]:
+    def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView, micro_batch: int = 0) -> Steps[Tensor]:
         """The residual stream after it, in the seam dtype; never waits."""
         yield from ()
         cos_TC, sin_TC = (None, None) if self._rope is None else self._rope.at(positions_T)

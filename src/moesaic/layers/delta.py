@@ -75,12 +75,13 @@ class GatedDelta:
         self._rate_H = owner.take("decay_log", heads).double().exp().float()
         self._decay_bias_H = owner.take("decay_bias", heads).float()
         self._norm = RmsNorm(owner.take("out_norm", spec.value_dim), norm_eps, ops)
-        self._out = owner.linear("out", (hidden, value), ops, is_inner=True)
+        self._out = owner.inner("out", (hidden, value), ops)
         owner.finish()
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, view: StateView) -> Steps[Tensor]:
+    def forward(
+        self, x_TD: Tensor, positions_T: Tensor, view: StateView, micro_batch: int = 0
+    ) -> Steps[Tensor]:
         """[T, D] in the seam dtype; never waits. Positions count only through the order of the rows."""
-        yield from ()
         spec, ops = self._spec, self._ops
         projected = self._project(x_TD)
         mixed_TF = ops.causal_conv(projected.mixed_TF, self._conv_FX, view)
@@ -100,7 +101,8 @@ class GatedDelta:
             ops.sigmoid(projected.b_TH),
             view,
         )
-        return self._out(ops.activation(projected.z_THC, self._norm(out_THC), "silu").flatten(1))
+        out_TF = ops.activation(projected.z_THC, self._norm(out_THC), "silu").flatten(1)
+        return (yield from self._out.forward(out_TF, micro_batch))
 
     def _project(self, x_TD: Tensor) -> Projected:
         spec, found = self._spec, {name: linear(x_TD) for name, linear in self._in.items()}

@@ -19,7 +19,7 @@ from moesaic.kernels.kv_view import KvView
 from moesaic.kernels.ops import Ops
 from moesaic.kernels.panel import Weight
 from moesaic.layers.attention import Attend, NewKv
-from moesaic.layers.linear import WeightSet
+from moesaic.layers.linear import SharedSum, WeightSet
 from moesaic.layers.norm import RmsNorm
 from moesaic.layers.rope import RopeTable
 from moesaic.spec.model import MlaSpec
@@ -44,8 +44,10 @@ class MlaAttention:
         attend: Attend,
         *,
         norm_eps: float,
+        shared: SharedSum | None = None,
     ) -> None:
-        """`norm_eps` is that of the latent norms, which need not be the model's.
+        """`norm_eps` is that of the latent norms, which need not be the model's. `shared`: the heads of the
+        spec are this rank's, and others have the rest.
 
         Raises: UnsupportedModelError naming what the spec needs and this build lacks; ConfigError for
                 weights.
@@ -76,19 +78,19 @@ class MlaAttention:
         self._kv_a = owner.linear("kv_a", (latent + spec.rope_dim, hidden), ops, has_bias=spec.has_bias)
         self._kv_a_norm = RmsNorm(owner.take("kv_a_norm", latent), norm_eps, ops)
         out_shape = (hidden, heads * spec.value_dim)
-        self._o = owner.linear("o", out_shape, ops, has_bias=spec.has_bias, is_inner=True)
+        self._o = owner.inner("o", out_shape, ops, shared, has_bias=spec.has_bias)
         kv_b = owner.take("kv_b", heads * (spec.nope_dim + spec.value_dim), latent).float()
         kv_b = kv_b.view(heads, spec.nope_dim + spec.value_dim, latent)
         self._key_map_HCM = kv_b[:, : spec.nope_dim].contiguous()
         self._value_map_HMC = kv_b[:, spec.nope_dim :].transpose(1, 2).contiguous()
         owner.finish()
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView) -> Steps[Tensor]:
+    def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView, micro_batch: int = 0) -> Steps[Tensor]:
         """[T, D] in the seam dtype; every row attends to its own sequence in the pool."""
         q_THC = self._queries(x_TD, positions_T)
         out_THM = yield from self._attend(q_THC, self._new_kv(x_TD, positions_T), view)
         out_HTC = self._ops.bmm(out_THM.transpose(0, 1), self._value_map_HMC)
-        return self._o(out_HTC.transpose(0, 1).flatten(1))
+        return (yield from self._o.forward(out_HTC.transpose(0, 1).flatten(1), micro_batch))
 
     def _queries(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         """Queries [T, H, latent + rope] against the cached rows."""

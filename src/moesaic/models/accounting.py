@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -20,6 +20,7 @@ from moesaic.spec import mxfp4
 from moesaic.spec.families import assumed_sizes
 from moesaic.spec.locate import read_json_object
 from moesaic.spec.model import ModelSpec, MoeSpec
+from moesaic.spec.tensor_split import WHOLE, Cut, TensorSplit
 
 _SHOWN = 5  # names in one error message
 
@@ -43,6 +44,7 @@ class Filling:
     is_row: bool = False  # stored as [1, n] where the parameter is [n]
     stacked: Stacked | None = None
     offset: float = 0.0  # added to what is stored
+    cut: Cut = WHOLE  # what this rank keeps of it
 
     @property
     def stored_shape(self) -> Shape:
@@ -61,6 +63,11 @@ class Filling:
         """The format in which its numbers are packed; None: a float each."""
         is_matrix = self.stacked is not None and len(self.shape) == 3
         return self.stacked.packed if self.stacked is not None and is_matrix else None
+
+    @property
+    def kept_shape(self) -> Shape:
+        """The parameter's, as far as this rank keeps it."""
+        return self.cut.shape(self.shape)
 
     @property
     def num_elements(self) -> int:
@@ -84,6 +91,16 @@ class Accounting:
     fillings: tuple[Filling, ...]
     unused: tuple[UnusedTensor, ...]
     tied_head: str | None = None  # the key of a stored head that must equal the embedding it is tied to
+
+    def split(self, spec: ModelSpec, split: TensorSplit) -> Accounting:
+        """The same for one of several tensor-parallel ranks, which keeps a part of some parameters."""
+        fillings = (
+            filling
+            if filling.layer_idx is None
+            else replace(filling, cut=split.cut(spec.layers[filling.layer_idx], filling.half, filling.name))
+            for filling in self.fillings
+        )
+        return replace(self, fillings=tuple(fillings))
 
     @property
     def unused_bytes(self) -> int:

@@ -19,10 +19,11 @@ from moesaic.experts.ffn import LoopFfn
 from moesaic.experts.router import Router
 from moesaic.experts.store import ExpertLoader, ResidentStore, arena_runs, held_experts
 from moesaic.hashing import digest
+from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.ops import Ops, choose, default_backend
-from moesaic.layers.attention import FusedGqa, GqaAttention, PagedAttend
+from moesaic.layers.attention import FusedGqa, GqaAttention, HeadShare, PagedAttend
 from moesaic.layers.delta import GatedDelta
 from moesaic.layers.mla import MlaAttention
 from moesaic.layers.norm import LayerNorm, RmsNorm
@@ -41,7 +42,6 @@ from moesaic.models.weights import (
     Progress,
     Reading,
     Weights,
-    check_leaves,
     check_memory,
     decoding_note,
     matmul_shapes,
@@ -49,6 +49,7 @@ from moesaic.models.weights import (
     read_rest,
     rest_bytes_of,
     router_shapes,
+    split_shapes,
     weight_bytes_of,
     widened_bytes_of,
 )
@@ -58,6 +59,7 @@ from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
 from moesaic.parallel.meter import Meter
 from moesaic.parallel.moves import Follower, Placed
+from moesaic.parallel.tensor import SplitRows, TensorRanks, TreeSum
 from moesaic.parallel.transport import Traffic, Transport
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
 from moesaic.spec.families import RUNNABLE_TYPES, read_config
@@ -74,6 +76,7 @@ from moesaic.spec.model import (
 )
 from moesaic.spec.numerics import DType, Format, KvFormat, Numerics, WireFormat
 from moesaic.spec.numerics import preset as numerics_of
+from moesaic.spec.tensor_split import TensorSplit, check_leaves
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever the model's own is.
@@ -97,6 +100,16 @@ class Share:
     dispatcher: Callable[[ModelSpec, Numerics], Dispatcher | FusedRanks]
     moves: Transport | None = None
     traffic: Traffic | None = None
+    tensor: TensorShare | None = None  # None: all matrices but the experts are whole here
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TensorShare:
+    """What a rank holds of the matrices of its replica, and how it adds and gathers with the others."""
+
+    split: TensorSplit
+    ranks: TensorRanks
+    has_own_rows: bool = False  # replicas have rows of their own, of which each rank sends a part to experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -114,6 +127,7 @@ class LoadedModel:
     accounting: Accounting
     notes: tuple[str, ...]  # what loading did that the folder does not show
     tensor_digests: Mapping[str, str]  # by key, of all that this rank read
+    local_spec: ModelSpec  # with this rank's heads alone: what its KV pool is made for
     proof: InvarianceProof
 
     @property
@@ -219,14 +233,19 @@ def build(
     if share is not None:
         plan = share.plan
     rank = 0 if share is None else share.rank
-    check_leaves(accounting, numerics)
+    check_leaves(spec, numerics)
+    tensor = None if share is None else share.tensor
+    local_spec = spec if tensor is None else tensor.split.model(spec)
+    if tensor is not None:
+        accounting = accounting.split(spec, tensor.split)
     held = held_experts(spec.moe_layers, plan, rank)
     home = home or Home()
-    rooms = _rooms(home, checkpoint, spec, numerics, accounting, held)
+    rooms = _rooms(home, checkpoint, spec, numerics, accounting, held, tensor)
+    parts = 1 if tensor is None else tensor.split.size
     need = weight_bytes_of(accounting, numerics, held)
     if home.shared_in is not None:
         missing = rooms.missing_bytes()
-        need = missing["experts"] + missing["rest"] // home.num_ranks
+        need = missing["experts"] + missing["rest"] // max(1, home.num_ranks // parts)
         need += widened_bytes_of(accounting, numerics)
     rooms.check(checkpoint.path)
     check_memory(checkpoint, accounting, numerics, need, available_bytes)
@@ -238,6 +257,8 @@ def build(
             _head_widths(layer.mixer) for layer in spec.layers if isinstance(layer.mixer, GqaSpec | MlaSpec)
         ],
     )
+    if tensor is not None:
+        ops.prove_split(split_shapes(accounting, numerics), items=_head_maps(spec))
     reading, store = Reading(checkpoint, accounting, progress), None
     if spec.moe_layers:
         memory = rooms.open("experts", progress)
@@ -259,7 +280,7 @@ def build(
         spec=spec,
         numerics=numerics,
         ops=ops,
-        decoder=_decoder(spec, weights, ops, dispatcher, meter),
+        decoder=_decoder(spec, local_spec, weights, ops, dispatcher, meter, tensor),
         placed=placed,
         meter=meter,
         traffic=None if share is None else share.traffic,
@@ -267,6 +288,7 @@ def build(
         accounting=accounting,
         notes=(*(() if decoding is None else (decoding,)), *rooms.notes()),
         tensor_digests=checkpoint.digests(),
+        local_spec=local_spec,
         proof=proof,
     )
 
@@ -278,11 +300,12 @@ def _rooms(
     numerics: Numerics,
     accounting: Accounting,
     held: Held,
+    tensor: TensorShare | None,
 ) -> Rooms:
-    num_runs = max(1, len(home.nodes))
+    num_runs, split = max(1, len(home.nodes)), None if tensor is None else tensor.split
     return Rooms(
         home,
-        identity(checkpoint, spec, numerics, num_runs, held),
+        identity(checkpoint, spec, numerics, num_runs, held, split),
         arena_runs(spec.moe_layers, numerics.formats, held, num_runs),
         rest_bytes_of(accounting, numerics),
     )
@@ -312,10 +335,23 @@ def _head_widths(mixer: GqaSpec | MlaSpec) -> tuple[int, int]:
     return mixer.head_dim, mixer.head_dim
 
 
+def _head_maps(spec: ModelSpec) -> list[tuple[int, int]]:
+    """The per-head matmuls of latent attention, as (in, out)."""
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, MlaSpec)]
+    into = [(mixer.nope_dim, mixer.kv_lora_rank) for mixer in mixers]
+    return into + [(mixer.kv_lora_rank, mixer.value_dim) for mixer in mixers]
+
+
 def _decoder(
-    spec: ModelSpec, weights: Weights, ops: Ops, dispatcher: Dispatcher | FusedRanks, meter: Meter
+    whole: ModelSpec,
+    spec: ModelSpec,
+    weights: Weights,
+    ops: Ops,
+    dispatcher: Dispatcher | FusedRanks,
+    meter: Meter,
+    tensor: TensorShare | None,
 ) -> Decoder:
-    parts = _Parts(spec, weights, ops, dispatcher, meter)
+    parts = _Parts(whole, spec, weights, ops, dispatcher, meter, tensor)
     return Decoder(
         embedding_VD=weights.model["embedding"],
         layers=[parts.layer(layer_idx, layer) for layer_idx, layer in enumerate(spec.layers)],
@@ -336,13 +372,17 @@ class _Parts:
 
     def __init__(
         self,
+        whole: ModelSpec,
         spec: ModelSpec,
         weights: Weights,
         ops: Ops,
         dispatcher: Dispatcher | FusedRanks,
         meter: Meter,
+        tensor: TensorShare | None,
     ) -> None:
+        self.whole = whole
         self.spec = spec
+        self.tensor = tensor
         self.weights = weights
         self.ops = ops
         self.ropes: dict[RopeSpec, RopeTable] = {}
@@ -389,7 +429,13 @@ class _Parts:
         if isinstance(mixer, MlaSpec):
             attend = PagedAttend.of(mixer, self.ops)
             return MlaAttention(
-                mixer, weights, self.ops, self.rope(mixer.rope), attend, norm_eps=LATENT_NORM_EPS
+                mixer,
+                weights,
+                self.ops,
+                self.rope(mixer.rope),
+                attend,
+                norm_eps=LATENT_NORM_EPS,
+                shared=self.sums(layer_idx),
             )
         if isinstance(mixer, LinearSpec):
             return GatedDelta(mixer, weights, self.ops, norm_eps=self.spec.norm_eps)
@@ -398,7 +444,34 @@ class _Parts:
         )
         attend = PagedAttend.of(mixer, self.ops, sinks_H)
         rope = None if mixer.rope is None else self.rope(mixer.rope)
-        return GqaAttention(mixer, weights, self.ops, rope, attend, norm_eps=self.spec.norm_eps)
+        return GqaAttention(
+            mixer,
+            weights,
+            self.ops,
+            rope,
+            attend,
+            norm_eps=self.spec.norm_eps,
+            share=self.heads(layer_idx),
+        )
+
+    def heads(self, layer_idx: int) -> HeadShare | None:
+        """Which heads of a layer are here; None: all."""
+        mixer, sums = self.whole.layers[layer_idx].mixer, self.sums(layer_idx)
+        if self.tensor is None or sums is None:
+            return None
+        assert isinstance(mixer, GqaSpec), "the layer has heads of this kind"
+        split = self.tensor.split
+        return HeadShare(
+            all_heads=mixer.num_heads,
+            all_kv_heads=mixer.num_kv_heads,
+            first_head=split.part(mixer.num_heads).start,
+            first_kv_head=split.kv_heads(mixer).start,
+            shared=sums,
+        )
+
+    def sums(self, layer_idx: int) -> TreeSum | None:
+        """How this layer's row-parallel matmuls are added over ranks; None: they are whole here."""
+        return None if self.tensor is None else self.tensor.ranks.sums(layer_idx)
 
     def fused(self, layer_idx: int, half: MixerHalf) -> MixerHalf | FusedGqa:
         """In one call where one rank has the layer and kernels can; else part by part, with the same bits."""
@@ -417,7 +490,7 @@ class _Parts:
         """The dense network, or the sparse block with one rank's dispatcher."""
         weights = self.weights.layers[layer_idx]
         if isinstance(ffn, DenseSpec):
-            return DenseBlock(ffn, weights["dense"], self.ops)
+            return DenseBlock(ffn, weights["dense"], self.ops, self.sums(layer_idx))
         store = self.weights.store
         assert store is not None, "a model with sparse layers has a store"
         self.num_moe += 1
@@ -425,7 +498,9 @@ class _Parts:
             moe_idx=self.num_moe - 1,
             router=self.router(ffn, self.weights.floats(layer_idx, "router")),
             routed=self.routed(layer_idx, ffn, store),
-            shared=None if ffn.shared is None else DenseBlock(ffn.shared, weights["shared"], self.ops),
+            shared=None
+            if ffn.shared is None
+            else DenseBlock(ffn.shared, weights["shared"], self.ops, self.sums(layer_idx)),
             norms=self.branch_norms(layer_idx) if ffn.has_branch_norms else BranchNorms(),
         )
 
@@ -434,16 +509,16 @@ class _Parts:
 
         The bits are the same.
         """
-        if isinstance(self.dispatcher, FusedRanks):
-            return self.dispatcher.layer(layer_idx, ffn, store, self.ops, self.meter)
         if isinstance(self.ops, NativeOps) and isinstance(self.dispatcher, Local):
             return Fused(layer_idx, ffn, store, self.ops, self.meter)
-        return Staged(
-            tokens=self.dispatcher,
-            experts=self.dispatcher,
-            ffn=LoopFfn(ffn, store, self.ops),
-            meter=self.meter,
-        )
+        if isinstance(self.dispatcher, FusedRanks):
+            routed: RoutedExperts = self.dispatcher.layer(layer_idx, ffn, store, self.ops, self.meter)
+        else:
+            loop = LoopFfn(ffn, store, self.ops)
+            routed = Staged(tokens=self.dispatcher, experts=self.dispatcher, ffn=loop, meter=self.meter)
+        if self.tensor is None or not self.tensor.has_own_rows:
+            return routed
+        return SplitRows(routed, self.tensor.ranks, torch_dtype(self.ops.numerics.seam_dtype))
 
     def branch_norms(self, layer_idx: int) -> BranchNorms:
         """The norms around the experts and around the network beside them."""

@@ -20,7 +20,7 @@ from moesaic.steps import Steps
 class Mixer(Protocol):
     """The half of a layer in which tokens see each other."""
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, view: Any) -> Steps[Tensor]:
+    def forward(self, x_TD: Tensor, positions_T: Tensor, view: Any, micro_batch: int = 0) -> Steps[Tensor]:
         """[T, D] in the seam dtype; writes this step's KV to the pool, then reads only the pool.
 
         `view` is what the pool has of the layer: a `KvView`, or a `StateView` where the mixer is recurrent.
@@ -37,9 +37,9 @@ class MixerHalf:
     out_norm: Norm | None = None
     scale: float = 1.0
 
-    def forward(self, x_TD: Tensor, positions_T: Tensor, view: Any) -> Steps[Tensor]:
+    def forward(self, x_TD: Tensor, positions_T: Tensor, view: Any, micro_batch: int) -> Steps[Tensor]:
         """The residual stream after it, in the seam dtype."""
-        y_TD = yield from self.mixer.forward(self.norm(x_TD), positions_T, view)
+        y_TD = yield from self.mixer.forward(self.norm(x_TD), positions_T, view, micro_batch)
         y_TD = y_TD if self.out_norm is None else self.out_norm(y_TD)
         return x_TD + _scaled(y_TD, self.scale)
 
@@ -59,7 +59,7 @@ class FfnHalf:
         if isinstance(self.ffn, MoeBlock):
             y_TD = yield from self.ffn.forward(y_TD, tag, observe)
         else:
-            y_TD = self.ffn(y_TD)
+            y_TD = yield from self.ffn.forward(y_TD, tag.micro_batch)
         y_TD = y_TD if self.out_norm is None else self.out_norm(y_TD)
         return x_TD + _scaled(y_TD, self.scale)
 
@@ -124,7 +124,7 @@ class Decoder:
         for layer_idx, layer in enumerate(self.layers):
             if layer.mixer is not None:
                 view: Any = pool.view(layer_idx, batch)
-                x_TD = yield from layer.mixer.forward(x_TD, batch.positions_T, view)
+                x_TD = yield from layer.mixer.forward(x_TD, batch.positions_T, view, tag.micro_batch)
             if layer.ffn is not None:
                 x_TD = yield from layer.ffn.forward(x_TD, replace(tag, layer_idx=layer_idx), observe)
             if layer.scale is not None:

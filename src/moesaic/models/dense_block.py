@@ -8,8 +8,9 @@ from torch import Tensor
 
 from moesaic.kernels.ops import Ops
 from moesaic.kernels.panel import Weight
-from moesaic.layers.linear import WeightSet
+from moesaic.layers.linear import SharedSum, WeightSet
 from moesaic.spec.model import DenseSpec
+from moesaic.steps import Steps
 
 
 class DenseBlock:
@@ -18,7 +19,13 @@ class DenseBlock:
     Our weight names: gate up down, gate_bias up_bias down_bias, output_gate.
     """
 
-    def __init__(self, spec: DenseSpec, weights: Mapping[str, Weight], ops: Ops) -> None:
+    def __init__(
+        self, spec: DenseSpec, weights: Mapping[str, Weight], ops: Ops, sums: SharedSum | None = None
+    ) -> None:
+        """`sums`: the width of the spec is this rank's, and others have the rest.
+
+        Raises: ConfigError for weights.
+        """
         owner = WeightSet("a dense network", weights)
         hidden = weights["down"].shape[0] if "down" in weights else 0
         inner = (spec.width, hidden)
@@ -26,11 +33,11 @@ class DenseBlock:
         self._ops = ops
         self._gate = owner.linear("gate", inner, ops, has_bias=spec.has_bias) if spec.is_gated else None
         self._up = owner.linear("up", inner, ops, has_bias=spec.has_bias)
-        self._down = owner.linear("down", (hidden, spec.width), ops, has_bias=spec.has_bias, is_inner=True)
+        self._down = owner.inner("down", (hidden, spec.width), ops, sums, has_bias=spec.has_bias)
         self._open = owner.linear("output_gate", (1, hidden), ops) if spec.has_output_gate else None
         owner.finish()
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, micro_batch: int) -> Steps[Tensor]:
         """y_TD in the seam dtype."""
         spec, ops = self._spec, self._ops
         up_TF = self._up(x_TD)
@@ -38,7 +45,7 @@ class DenseBlock:
             inner_TF = ops.activation(self._gate(x_TD), up_TF, spec.activation)
         else:
             inner_TF = ops.activation(up_TF, None, spec.activation)
-        y_TD = self._down(inner_TF)
+        y_TD = yield from self._down.forward(inner_TF, micro_batch)
         if self._open is None:
             return y_TD
         open_T1 = ops.sigmoid(self._open(x_TD))

@@ -21,6 +21,7 @@ from moesaic.log import get_logger
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
+from moesaic.spec.tensor_split import TensorSplit
 from moesaic.units import format_bytes
 
 SHARED_FOLDER = Path("/dev/shm")
@@ -46,7 +47,12 @@ class Home:
 
 
 def identity(
-    checkpoint: Checkpoint, spec: ModelSpec, numerics: Numerics, num_nodes: int, held: Mapping[int, Any]
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    numerics: Numerics,
+    num_nodes: int,
+    held: Mapping[int, Any],
+    split: TensorSplit | None = None,
 ) -> dict[Half, str]:
     """Names of both halves of a model in memory: equal ones hold equal bytes at equal places.
 
@@ -57,7 +63,7 @@ def identity(
     stats = [(file.name, file.stat()) for file in files]
     written = [[name, one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns] for name, one in stats]
     packing = [__version__, PACKING]
-    model = digest([packing, written, checkpoint.header_digest(), spec, numerics.digest(), num_nodes])
+    model = digest([packing, written, checkpoint.header_digest(), spec, numerics.digest(), num_nodes, split])
     return {"experts": f"{model}-{digest([held])[:16]}", "rest": model}
 
 

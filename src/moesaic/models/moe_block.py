@@ -1,7 +1,6 @@
 """The sparse half of a layer: router, routed experts and the expert that every token shares.
 
-Sees one seam, `RoutedExperts`. Layout, format, tier, fusion and overlap are decided behind it, so nothing
-here asks.
+Sees one seam, `RoutedExperts`: layout, format, tier, fusion and overlap are decided behind it.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ Observe = Callable[[int, Routing], None]
 class Dense(Protocol):
     """A feed-forward network that every token goes through."""
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """y_TD in the seam dtype."""
+    def forward(self, x_TD: Tensor, micro_batch: int) -> Steps[Tensor]:
+        """y_TD in the seam dtype; waits where ranks share its width."""
         ...
 
 
@@ -73,7 +72,9 @@ class MoeBlock:
         norms, shared = self.norms, self.shared
         steps = self.routed.forward(norms.routed_in(x_TD), routing, tag, None)
         wait = next(steps)  # the rows are sent
-        shared_TD = None if shared is None else norms.shared_out(shared(norms.shared_in(x_TD)))
+        shared_TD = None
+        if shared is not None:
+            shared_TD = yield from shared.forward(norms.shared_in(x_TD), tag.micro_batch)
         yield wait
         routed_TD = norms.routed_out((yield from steps))
-        return routed_TD if shared_TD is None else routed_TD + shared_TD
+        return routed_TD if shared_TD is None else routed_TD + norms.shared_out(shared_TD)

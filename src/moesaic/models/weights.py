@@ -10,11 +10,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.errors import CheckpointError, ConfigError, HostMemoryShort
+from moesaic.errors import CheckpointError, HostMemoryShort
 from moesaic.experts.blob import Part
 from moesaic.experts.store import ExpertLoader, ResidentStore
 from moesaic.kernels import mxfp4
-from moesaic.kernels.panel import PanelWeight, Weight, check_width, pack_panels
+from moesaic.kernels.panel import PanelWeight, Weight, pack_panels, slice_columns
 from moesaic.kernels.weight_memory import WeightMemory
 from moesaic.models.accounting import Accounting, Filling
 from moesaic.models.checkpoint import Checkpoint, check_finite
@@ -89,7 +89,7 @@ def _tied_head(accounting: Accounting, numerics: Numerics) -> Filling | None:
 def rest_bytes_of(accounting: Accounting, numerics: Numerics) -> int:
     """Bytes that `Room` gives for all that is no expert, as it is read."""
     sizes = [
-        _bytes_in(filling, filling.shape, _placed(filling, numerics))
+        _bytes_in(filling, filling.kept_shape, _placed(filling, numerics))
         for filling in accounting.fillings
         if filling.half != "experts"
     ]
@@ -101,27 +101,7 @@ def rest_bytes_of(accounting: Accounting, numerics: Numerics) -> int:
 def widened_bytes_of(accounting: Accounting, numerics: Numerics) -> int:
     """Bytes that layers keep beside the weights they were given: the per-head maps of latent attention."""
     maps = [filling for filling in accounting.fillings if _is_widened(filling)]
-    return sum(_bytes_in(filling, filling.shape, "float32") for filling in maps)
-
-
-def check_leaves(accounting: Accounting, numerics: Numerics) -> None:
-    """Refuse a row-parallel matrix whose leaves would not be whole, before a weight is read.
-
-    Raises: ConfigError naming the tensor, with the arithmetic.
-    """
-    for filling in accounting.fillings:
-        if filling.name not in _INNER_NAMES:
-            continue
-        is_quantised = filling.half == "experts" or _is_quantised(filling, numerics)
-        format = numerics.formats.default.weight if is_quantised else numerics.seam_dtype
-        try:
-            check_width(format, filling.shape[-1], numerics.matmul_shards)
-        except ConfigError as error:
-            raise ConfigError(f"{filling.key}: {error}") from error
-
-
-_INNER_NAMES = ("o", "out", "down")
-"""Matrices whose inner width a layout may split: those that end a mixer, a dense network, an expert."""
+    return sum(_bytes_in(filling, filling.kept_shape, "float32") for filling in maps)
 
 
 def decoding_note(checkpoint: Checkpoint, accounting: Accounting, numerics: Numerics) -> str | None:
@@ -144,7 +124,7 @@ def decoding_note(checkpoint: Checkpoint, accounting: Accounting, numerics: Nume
 def _kept_bytes(filling: Filling, numerics: Numerics, held: Held) -> int:
     """Bytes of a parameter in memory."""
     if filling.half != "experts":
-        return _bytes_in(filling, filling.shape, _kept(filling, numerics))
+        return _bytes_in(filling, filling.kept_shape, _kept(filling, numerics))
     assert filling.layer_idx is not None, "experts belong to a layer"
     ids = held[filling.layer_idx]
     if filling.expert_id is not None:
@@ -217,10 +197,19 @@ def matmul_shapes(accounting: Accounting, numerics: Numerics) -> tuple[tuple[int
         is_integer = is_expert and numerics.formats.default.weight in QUANTISED
         if not _is_matmul(filling) or is_integer or _is_quantised(filling, numerics):
             continue
-        rows, width = filling.shape[-2:]
+        rows, width = filling.kept_shape[-2:]
         is_half = is_expert and filling.name in ("gate", "up")
         found[2 * rows if is_half else rows, width] = None
     return tuple(found)
+
+
+def split_shapes(accounting: Accounting, numerics: Numerics) -> tuple[tuple[int, int, int], ...]:
+    """(rows of the whole, rows kept, width) of the floats of which this rank keeps some rows."""
+    return tuple(
+        (filling.shape[0], len(filling.cut.rows), filling.shape[1])
+        for filling in accounting.fillings
+        if filling.cut.rows is not None and _is_matmul(filling) and not _is_quantised(filling, numerics)
+    )
 
 
 def router_shapes(accounting: Accounting) -> tuple[tuple[int, int], ...]:
@@ -295,7 +284,7 @@ def read_rest(
     checkpoint, is_filled = reading.checkpoint, room.memory.is_filled
     tied = _tied_head(accounting, numerics)
     for filling in reading.into(room.memory, [one for one in accounting.fillings if one.half != "experts"]):
-        weight = room.place(filling.shape, _placed(filling, numerics))
+        weight = room.place(filling.kept_shape, _placed(filling, numerics))
         if filling.layer_idx is not None:
             layers[filling.layer_idx].setdefault(filling.half, {})[filling.name] = weight
         else:
@@ -319,6 +308,16 @@ def read_rest(
 def _fill(checkpoint: Checkpoint, filling: Filling, weight: Weight) -> None:
     """Read one parameter outside the experts, in the format in which it stays."""
     tensor = checkpoint.read(filling.key, shape=filling.stored_shape).view(filling.shape)
+    rows, columns = filling.cut
+    if rows is not None:
+        tensor = tensor[rows.start : rows.stop]
+    if columns is not None and isinstance(weight, PanelWeight):
+        # Rounded with the whole row, which may have one scale.
+        whole = pack_panels(tensor, weight.format, name=filling.key)
+        weight.data.copy_(slice_columns(whole, columns).data)
+        return
+    if columns is not None:
+        tensor = tensor[:, columns.start : columns.stop]
     _round(tensor, weight, name=filling.key)
     if filling.offset:
         assert isinstance(weight, Tensor), "a weight with an offset is a vector"

@@ -52,6 +52,7 @@ class Mesh:
     store: dist.Store
     address: str
     timeout_s: float
+    first_rank: int = 0  # of the run that this mesh is a part of
     _groups: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -93,6 +94,20 @@ class Mesh:
             self._groups[name] = gloo(store, self.rank, self.num_ranks, options)
         return self._groups[name]
 
+    def part(self, size: int) -> Mesh:
+        """The mesh of this rank's `size` neighbours: ranks 0 to size - 1, size to 2 size - 1, and so on."""
+        assert self.num_ranks % size == 0, f"{self.num_ranks} ranks are no parts of {size}"
+        first = self.rank // size * size
+        return Mesh(
+            rank=self.rank - first,
+            num_ranks=size,
+            epoch=self.epoch,
+            store=dist.PrefixStore(f"part {first} of {size}", self.store),
+            address=self.address,
+            timeout_s=self.timeout_s,
+            first_rank=self.first_rank + first,
+        )
+
     def agree(self, mine: Identity) -> None:
         """Refuse ranks that would not compute the same.
 
@@ -112,7 +127,7 @@ class Mesh:
         try:
             self.meet(f"after {what}", timeout_s)
         except PeerLost as lost:
-            return lost.rank
+            return self.first_rank + lost.rank
         except RuntimeError:  # the store itself is gone, and it lives in the controller
             return None
         return None

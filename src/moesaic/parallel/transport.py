@@ -15,7 +15,7 @@ from torch import Tensor
 from moesaic.errors import PeerLost
 from moesaic.steps import Wait
 
-Stage = Literal["send", "collect", "move"]
+Stage = Literal["send", "collect", "sum", "move"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Arrival(Wait, Protocol):
 class Traffic:
     """Bytes handed over since the start, by stage and receiving rank; nothing counts to oneself.
 
-    Experts that move have a transport of their own, and count as sent.
+    Experts that move and sums have transports of their own, and count as sent.
 
     Shapes:  send_bytes and collect_bytes [N] int64.
     Units:   wait_s is the time that arrivals were waited for.

@@ -18,7 +18,7 @@ from moesaic.hashing import digest_bytes
 from moesaic.spec.codec import from_plain, to_plain
 from moesaic.spec.codec import json_schema as schema_of
 from moesaic.spec.experts import ExpertPlan, Phase
-from moesaic.spec.layout_rules import Dispatcher, LayoutCell, Refusal, refusals
+from moesaic.spec.layout_rules import GATHERED_RULE, Dispatcher, LayoutCell, Refusal, refusals
 from moesaic.spec.numerics import Numerics
 
 SCHEMA_VERSION = 1
@@ -437,9 +437,10 @@ def _instance_reasons(path: str, instance: Instance, *, is_native: bool) -> list
 
 
 def _grid_checks(layout: Layout) -> Iterator[tuple[bool, str, object, str]]:
-    """(is wrong, path, value, why) of the ranks: what runs is attention dp n and experts ep n, 0 to n - 1."""
+    """(is wrong, path, value, why) of the ranks, 0 to n - 1: attention dp x tp and experts ep run."""
     own, theirs, count = layout.attention, layout.experts, layout.num_ranks
-    yield own.size("tp") > 1, "layout.attention.tp", own.size("tp"), "attention is not split over ranks"
+    has_other_rows = layout.dispatcher == "gathered" and own.size("tp") != count
+    yield has_other_rows, "layout.dispatcher", "gathered", GATHERED_RULE
     yield own.size("kvp") > 1, "layout.attention.kvp", own.size("kvp"), "KV is not split over ranks"
     yield theirs.size("tp") > 1, "layout.experts.tp", theirs.size("tp"), "only whole experts are run"
     if not layout.is_split:  # which the dispatcher's refusal names

@@ -16,7 +16,6 @@ DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
 
 NOT_BUILT: Mapping[Dispatcher, str] = MappingProxyType(
     {
-        "gathered": "attention split over tp ranks is not built, and this dispatcher is for its tokens",
         "remote": "no rank serves experts alone",
     }
 )
@@ -24,6 +23,7 @@ NOT_BUILT: Mapping[Dispatcher, str] = MappingProxyType(
 FUSED: tuple[Dispatcher, ...] = ("local", "shared_memory")
 """Those whose layers can be one native call."""
 FUSED_RETURNS = "a fused layer returns each choice to its place, and no subtrees"
+GATHERED_RULE = "every rank must have every row: one replica whose attention is split over all ranks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -94,3 +94,17 @@ QUANTISED: Mapping[str, Quantised] = MappingProxyType(
     }
 )
 """The integer formats by name; `spec.numerics.Format` lists the same names."""
+
+
+def check_shards_of(format: str, width: int, num_shards: int) -> None:
+    """Whether a row of `width` numbers in any format can be split into equal leaves.
+
+    Raises: ConfigError with the arithmetic.
+    """
+    if format in QUANTISED:
+        QUANTISED[format].check_shards(width, num_shards)
+    elif width % num_shards:
+        raise ConfigError(
+            f"numerics.matmul_shards = {num_shards} does not divide an inner width of {width}; "
+            "ask for fewer shards"
+        )

@@ -109,7 +109,7 @@ def test_deployments_that_do_not_fit_are_refused(
         ({"num_ranks": 4, "dispatcher": "two_level", "ranks_per_node": 4}, "4 per node: ask for"),
         (
             {"num_ranks": 2, "dispatcher": "gathered"},
-            "gathered does not run: .*; for 2 ranks there are exchange",
+            "every rank must have every row: .* tp 1 and 2 ranks: ask for --tp 2, or use exchange",
         ),
         ({"num_ranks": 17}, "17 ranks for 16 experts a layer: .* at most 16"),
         ({"dispatcher": "exchange"}, "--dispatcher exchange is for several ranks, and there is one"),

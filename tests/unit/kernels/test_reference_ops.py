@@ -43,7 +43,7 @@ def test_linear_inner_is_a_neighbour_tree_over_equal_leaves(dtype: str) -> None:
         ops.linear_float32(x_TF[:, low : low + 16].contiguous(), weight_DF[:, low : low + 16].contiguous())
         for low in (0, 16, 32, 48)
     ]
-    expected = ((leaves[0] + leaves[1]) + (leaves[2] + leaves[3]) + bias_D).to(torch_dtype)
+    expected = ((leaves[0] + leaves[1]) + (leaves[2] + leaves[3])).to(torch_dtype) + bias_D
     assert torch.equal(ops.linear_inner(x_TF, weight_DF, bias_D), expected)
     assert torch.equal(ops.linear_inner(x_TF[3:4], weight_DF, bias_D), expected[3:4])
     folded = (((leaves[0] + leaves[1]) + leaves[2]) + leaves[3] + bias_D).to(torch_dtype)

@@ -40,6 +40,19 @@ class FakeRouted:
         return 2 * x_TD
 
 
+class FakeShared:
+    """Five times the rows; writes down that it ran."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def forward(self, x_TD: Tensor, micro_batch: int) -> Steps[Tensor]:
+        assert micro_batch == TAG.micro_batch
+        yield from ()
+        self.events.append("shared")
+        return 5 * x_TD
+
+
 def route(x_TD: Tensor) -> Routing:
     return Routing(
         experts_TK=torch.zeros(len(x_TD), 1, dtype=torch.int64), weights_TK=torch.ones(len(x_TD), 1)
@@ -47,12 +60,9 @@ def route(x_TD: Tensor) -> Routing:
 
 
 def block_of(events: list[str], *, has_shared: bool, num_waits: int = 2) -> MoeBlock:
-    def shared(x_TD: Tensor) -> Tensor:
-        events.append("shared")
-        return 5 * x_TD
-
     routed = FakeRouted(events, num_waits)
-    return MoeBlock(moe_idx=7, router=route, routed=routed, shared=shared if has_shared else None)
+    shared = FakeShared(events) if has_shared else None
+    return MoeBlock(moe_idx=7, router=route, routed=routed, shared=shared)
 
 
 def test_the_shared_expert_runs_while_the_rows_are_away() -> None:
@@ -141,7 +151,8 @@ def test_an_output_gate_scales_the_shared_expert(tmp_path: Path) -> None:
     shapes = {"gate": (8, 4), "up": (8, 4), "down": (4, 8), "output_gate": (1, 4)}
     weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     x_TD = torch.randn(5, 4, generator=generator)
-    y_TD = DenseBlock(DenseSpec(width=8, has_output_gate=True), weights, ops)(x_TD)
+    block = DenseBlock(DenseSpec(width=8, has_output_gate=True), weights, ops)
+    [y_TD] = drive([block.forward(x_TD, 0)], 1.0)
     inner = torch.nn.functional.silu(x_TD @ weights["gate"].T) * (x_TD @ weights["up"].T)
     expected = torch.sigmoid(x_TD @ weights["output_gate"].T) * (inner @ weights["down"].T)
     torch.testing.assert_close(y_TD, expected)
@@ -156,4 +167,5 @@ def test_a_network_without_a_gate_is_activation_between_two_maps(tmp_path: Path)
     spec = DenseSpec(width=8, activation="relu2", is_gated=False, has_bias=True)
     inner = torch.relu(x_TD @ weights["up"].T + weights["up_bias"]) ** 2
     expected = inner @ weights["down"].T + weights["down_bias"]
-    torch.testing.assert_close(DenseBlock(spec, weights, ops)(x_TD), expected)
+    [y_TD] = drive([DenseBlock(spec, weights, ops).forward(x_TD, 0)], 1.0)
+    torch.testing.assert_close(y_TD, expected)

@@ -82,7 +82,11 @@ def test_bytes_in_memory_are_those_that_are_stated(tmp_path: Path, config: dict,
             held += [half.norm.weight_D]  # type: ignore[union-attr]
             inside = half.mixer if hasattr(half, "mixer") else half.ffn  # type: ignore[union-attr]
             for one in vars(inside).values():
-                held += [weight for weight in (getattr(one, "weight_FD", None),) if weight is not None]
+                held += [
+                    weight
+                    for weight in (getattr(one, "weight_FD", getattr(one, "weight_DF", None)),)
+                    if weight is not None
+                ]
             router = getattr(inside, "router", None)
             held += [] if router is None else [x for x in vars(router).values() if isinstance(x, Tensor)]
     experts = 0 if model.store is None else model.store.weight_bytes

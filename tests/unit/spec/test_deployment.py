@@ -377,16 +377,13 @@ def test_every_field_that_does_not_run_is_named() -> None:
         "instances": replace(ONE, instances=(one, replace(one, name="b"))),
         "instances[0].count": replace(ONE, instances=(replace(one, count=2),)),
         "instances[0].phases": replace(ONE, instances=(replace(one, phases=frozenset({"decode"})),)),
-        "instances[0].layout.attention.tp": with_layout(layout(), NUMERICS.with_leaves(matmul_shards=2)),
         "instances[0].layout.attention.kvp": with_layout(two(attention={"kvp": 2})),
         "instances[0].layout.experts.tp": with_layout(
             two(experts={"tp": 2}), NUMERICS.with_leaves(matmul_shards=2)
         ),
         "instances[0].layout.attention.ranks": with_layout(two(attention_ranks=(1, 0))),
         "instances[0].layout.experts.ranks": with_layout(two(expert_ranks=(1, 0))),
-        "instances[0].layout.dispatcher": with_layout(
-            layout(dispatcher="gathered"), NUMERICS.with_leaves(matmul_shards=2)
-        ),
+        "instances[0].layout.dispatcher": with_layout(two(dispatcher="gathered")),
         "instances[0].layout.pipeline": with_layout(replace(alone, pipeline=2)),
         "instances[0].layout.is_fused": with_layout(replace(alone, is_fused=True)),
         "instances[0].tiers.experts": replace(
@@ -418,6 +415,8 @@ def test_ranks_with_requests_of_their_own_run_with_every_dispatcher_that_is_buil
         replace(ONE.instances[0].layout, num_micro_batches=2),
     ):
         assert with_layout(right).not_runnable() == ()
+    for right in (two(attention={"tp": 2}), two(attention={"tp": 2}, dispatcher="gathered")):
+        assert with_layout(right, NUMERICS.with_leaves(matmul_shards=2)).not_runnable() == ()
 
 
 def two(

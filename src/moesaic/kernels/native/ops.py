@@ -64,6 +64,10 @@ class NativeOps(ReferenceOps):
         num_shards = self._shards_of(weight_DF)
         return self._biased(self._multiply(x_TF, weight_DF, num_shards=num_shards), bias_D)
 
+    def inner_root(self, x_TF: Tensor, weight_DF: Weight, num_leaves: int) -> Tensor:
+        """Neighbouring leaves of a row-parallel matmul as their root [T, D] in float32."""
+        return self._multiply(x_TF, weight_DF, num_shards=num_leaves, out=torch.float32)
+
     def linear_float32(self, x_TD: Tensor, weight_FD: Tensor) -> Tensor:
         """x @ weight.T in float32 from widened operands."""
         return self._multiply(x_TD, weight_FD.float())
@@ -228,6 +232,15 @@ class NativeOps(ReferenceOps):
     ) -> InvarianceProof:
         """Nothing: matmuls, attention and norms hold by construction; all else is of single numbers."""
         return self._table.proof()
+
+    def prove_split(
+        self,
+        columns: Iterable[tuple[int, int, int]] = (),
+        *,
+        items: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        """Columns hold by construction; `bmm` is the reference's, and its items are proved."""
+        super().prove_split(items=items)
 
     def _multiply(
         self, x_TD: Tensor, weight_FD: Weight, *, num_shards: int = 1, out: torch.dtype | None = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from moesaic.errors import ConfigError
 from moesaic.parallel.dispatch.exchange import Exchange
 from moesaic.parallel.dispatch.fused_ranks import FusedRanks
+from moesaic.parallel.dispatch.gathered import Gathered
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.message import HEAD, largest_messages
 from moesaic.parallel.dispatch.two_level import TwoLevel
@@ -25,8 +26,8 @@ from moesaic.spec.numerics import DTYPE_BYTES, Numerics
 
 def num_lanes(layout: Layout) -> int:
     """Lanes of the transport that its dispatcher uses."""
-    kind = TwoLevel if layout.dispatcher == "two_level" else Exchange
-    return kind.LANES * layout.num_micro_batches
+    kinds: dict[str, type[Exchange]] = {"two_level": TwoLevel, "gathered": Gathered}
+    return kinds.get(layout.dispatcher, Exchange).LANES * layout.num_micro_batches
 
 
 def connect(
@@ -88,6 +89,10 @@ def make_dispatcher(
     """
     if layout.dispatcher == "local":
         return Local(moe_layers, numerics, plan)
+    if layout.dispatcher == "gathered":
+        return Gathered(
+            moe_layers, numerics, plan, transport, returns=layout.returns, replica_choice=replica_choice
+        )
     if layout.is_fused and isinstance(transport, SharedMemoryTransport):
         if layout.returns != "choices":
             raise ConfigError(FUSED_RETURNS)

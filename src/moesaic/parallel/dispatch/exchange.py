@@ -157,6 +157,9 @@ class Exchange(TokenSide, ExpertSide):
             rows_RB=to_bytes(round_to_wire(x_TD, self._wire)).index_select(0, sent.row_R),
         )
         self._arrivals[tag] = self._forth(pack_jobs(tag, jobs, sent), tag)
+        return self._ticket(tag, routing, sent)
+
+    def _ticket(self, tag: Tag, routing: Routing, sent: Sorted) -> Ticket:
         return _Ticket(tag=tag, routing=routing, sent=sent, returned=_Returned(self, tag))
 
     def collect(self, ticket: Ticket) -> Tensor:
@@ -198,11 +201,17 @@ class Exchange(TokenSide, ExpertSide):
     def receive(self, tag: Tag | None) -> ExpertBatch:
         """The batch of `tag`."""
         assert tag is not None, "every rank sends, so every rank knows what is next"
+        return self._batch(
+            tag,
+            [
+                open_jobs(message, tag, row_bytes=self._row_bytes(tag))
+                for message in self._arrivals.pop(tag).take()
+            ],
+        )
+
+    def _batch(self, tag: Tag, got: list[Jobs]) -> ExpertBatch:
+        """The jobs of all sources, whose rows follow each other."""
         layer = self._layers[tag.layer_idx]
-        got = [
-            open_jobs(message, tag, row_bytes=self._row_bytes(tag))
-            for message in self._arrivals.pop(tag).take()
-        ]
         first_J = torch.repeat_interleave(
             starts([len(one.rows_RB) for one in got]), torch.tensor([len(one.row_J) for one in got])
         )
