@@ -25,7 +25,8 @@ from moesaic.log import get_logger
 
 KEY = "moesaic/door"
 _POLL_S = 0.1
-_KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))  # guess: a cut cable in 25 s
+_KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 25_000))
+# guess: a cut cable shows in 25 s, whether something was being said (in ms) or not
 _log = get_logger("engine")
 
 
