@@ -1,5 +1,6 @@
 # make run    set up and serve the bundled demo model on 127.0.0.1:8000
 # make test   set up and run the default tests
+# make test-matrix   every layout of many models beside one rank: minutes
 # make check  what does not need to run the code: lint, types, imports, sizes, generated docs
 #
 # PYTHON=python3.12 picks an interpreter, TORCH_INDEX_URL=... a package index with CPU-only builds of torch,
@@ -11,7 +12,7 @@ PORT ?= 8000
 TESTS ?= tests
 export TORCH_INDEX_URL
 
-.PHONY: run test test-long check docs format clean
+.PHONY: run test test-long test-matrix check docs format clean
 
 run:
 	@PYTHON="$(PYTHON)" scripts/setup.sh server "$(PORT)"
@@ -19,11 +20,15 @@ run:
 
 test:
 	@PYTHON="$(PYTHON)" scripts/setup.sh test
-	@.venv/bin/python -m pytest -n 2 --dist loadfile -m "not long and not gpu" $(TESTS)
+	@.venv/bin/python -m pytest -n 2 --dist loadfile -m "not long and not matrix and not gpu" $(TESTS)
 
 test-long:
 	@PYTHON="$(PYTHON)" scripts/setup.sh test
 	@.venv/bin/python -m pytest -n 2 --dist loadfile -m "long and not gpu" $(TESTS)
+
+test-matrix:
+	@PYTHON="$(PYTHON)" scripts/setup.sh test
+	@.venv/bin/python -m pytest -n 2 -m matrix $(TESTS)
 
 check:
 	@PYTHON="$(PYTHON)" scripts/setup.sh test

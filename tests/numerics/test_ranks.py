@@ -203,7 +203,7 @@ def test_a_rank_that_dies_ends_every_request_with_its_name_and_leaves_no_process
     wait_until(lambda: all(event.finish_reason is not None for event in ended.values()))
     for event in ended.values():
         assert event.finish_reason == "error"
-        assert "rank 1 did not answer" in str(event.error)
+        assert "rank 1 is gone" in str(event.error)
         assert "can be sent again" in str(event.error)
         assert event.is_retriable
     assert not llm.engine.snapshot().is_ready

@@ -86,6 +86,14 @@ def test_eight_choices_in_the_dtype_of_the_checkpoint(eight: Path, monkeypatch: 
     assert_right(found)
 
 
+def test_rows_that_travel_in_fp8_are_named(eight: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_cells, "NUM_RANKS", (1, 3))
+    monkeypatch.setattr(layout_cells, "PLACEMENTS", ("random",))
+    found = run(eight, backend=backends()[-1], dtype="float32", dispatch_format="fp8")
+    assert found.failures == ()
+    assert all(one.name.endswith(", rows in fp8") for one in found.layouts)
+
+
 @pytest.mark.parametrize("kind", [Exchange, TwoLevel])
 def test_two_swapped_choices_are_caught_and_their_layer_named(
     eight: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exchange]
@@ -227,7 +235,7 @@ def test_the_command_fails_with_3_and_prints_its_stable_keys(
     assert "leave out --tokens" in str(refused.exception)
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize(("family", "changes"), [("qwen3_moe", EIGHT), ("deepseek_v3", SIX)])
 def test_the_long_matrix(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     assert_right(
@@ -235,7 +243,7 @@ def test_the_long_matrix(tmp_path: Path, family: str, changes: dict[str, Any]) -
     )
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss", "llama4", "gemma4", "mixtral"])
 def test_states_windows_sinks_weighted_inputs_and_branches(tmp_path: Path, family: str) -> None:
     found = run(write_checkpoint(tmp_path, CONFIGS[family](), dtype=torch.bfloat16))

@@ -50,7 +50,7 @@ from moesaic.parallel.transport import MemoryWires, Transport
 from moesaic.spec.deployment import Layout
 from moesaic.spec.experts import ExpertPlan, IntArray
 from moesaic.spec.model import ModelSpec, MoeSpec
-from moesaic.spec.numerics import DTYPE_BYTES, DType, Numerics
+from moesaic.spec.numerics import DTYPE_BYTES, DType, Numerics, WireFormat
 from moesaic.spec.tensor_split import Subtree, TensorSplit
 from moesaic.steps import Wait
 
@@ -165,7 +165,9 @@ def verify_layouts(
             say(f"{dtype} {backend}, {where}, {placement}: {len(some)} layouts")
             try:
                 with stage.ranks(numerics, plan, shape) as ranks:
-                    results += [_result(cell, ranks.run(cell), expected) for cell in some]
+                    results += [
+                        _result(cell, wishes.dispatch_format, ranks.run(cell), expected) for cell in some
+                    ]
             except KernelUnavailable as error:  # what was tried before the first of them was run
                 unavailable += [Refused(name=cell.name, reason=str(error)) for cell in some]
     say("the negative controls")
@@ -208,7 +210,9 @@ def _dtypes(spec: ModelSpec, wishes: EngineConfig) -> tuple[list[str], list[str]
 
     Raises: HostMemoryShort when none fits.
     """
-    wished = wishes.dtype or (spec.dtype if wishes.format or wishes.kv_format else None)
+    wished = wishes.dtype or (
+        spec.dtype if wishes.format or wishes.kv_format or wishes.dispatch_format else None
+    )
     dtypes: list[str] = list(dict.fromkeys([wished] if wished else ["float32", spec.dtype]))
     have = read_machine().available_bytes
     fitting = [dtype for dtype in dtypes if need_bytes(spec, dtype) <= have]
@@ -242,12 +246,12 @@ def _company(cell: Cell) -> tuple[Any, Shape]:
     )
 
 
-def _result(cell: Cell, found: Trace, expected: Trace) -> LayoutResult:
+def _result(cell: Cell, wire: WireFormat | None, found: Trace, expected: Trace) -> LayoutResult:
     difference = compare(found, expected)
     kind, _, number = (difference.first or "").partition(" ")
     shape = cell.shape
     return LayoutResult(
-        name=cell.name,
+        name=cell.name if wire is None else f"{cell.name}, rows in {wire}",
         ranks=shape.num_ranks,
         dispatcher=shape.dispatcher,
         returns=shape.returns,

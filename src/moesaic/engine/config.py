@@ -446,12 +446,15 @@ def read_world(config: EngineConfig, environ: Mapping[str, str] | None = None) -
     source = os.environ if environ is None else environ
     needed = list(WORLD_VARIABLES)[:4]
     missing = [name for name in needed if not source.get(name)]
-    if config.launcher in ("local", "ray") or (config.launcher is None and missing):
+    if config.launcher in ("local", "ray") or (
+        config.launcher is None and missing and source.get("WORLD_SIZE", "1") in ("", "0", "1")
+    ):
         return None
     if missing:
+        asked = "launcher torchrun" if config.launcher else f"WORLD_SIZE is {source['WORLD_SIZE']}"
         raise ConfigError(
-            f"launcher torchrun: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; start "
-            "the ranks by torchrun --nproc-per-node N -m moesaic ..., or use the launcher local"
+            f"{asked}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; start "
+            "the ranks by torchrun --nproc-per-node N -m moesaic ..., or use --launcher local"
         )
     counts = {}
     for name in WORLD_VARIABLES:

@@ -281,10 +281,13 @@ def read_plan(path: str, num_ranks: int, spec: ModelSpec) -> ExpertPlan:
     Raises: ConfigError for a file that is none, and for a plan of other layers, experts or ranks.
     """
     where = f"placement {path}"
+    text = _read(path, where, "moesaic balance -o")
     try:
-        data = json.loads(_read(path, where, "moesaic balance -o"))
+        data = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON ({error}); write it by moesaic balance -o") from error
+    if isinstance(data, dict) and "counts" in data:
+        raise ConfigError(f"{where}: this is a load; moesaic balance {path} -o plan.json makes a plan of it")
     plan = from_plain(ExpertPlan, data, where=where)
     check_placement(plan, num_ranks, spec, where=where)
     return plan
@@ -296,7 +299,10 @@ def read_deployment(path: str) -> Deployment:
     Raises: ConfigError for a file that is none.
     """
     where = f"deployment {path}"
-    return from_json(_read(path, where, "moesaic plan -o"), name=where)
+    text = _read(path, where, "moesaic plan -o")
+    if b'"slot_expert"' in text and b'"instances"' not in text:
+        raise ConfigError(f"{where}: this is a placement; give it with --placement")
+    return from_json(text, name=where)
 
 
 def _read(path: str, where: str, writer: str) -> bytes:
@@ -328,9 +334,15 @@ def check_placement(plan: ExpertPlan, num_ranks: int, spec: ModelSpec, *, where:
         )
     check_plan(plan, num_ranks=num_ranks)
     for layer, (ids, count) in enumerate(zip(plan.slot_expert, counts, strict=True)):
-        if sorted(set(ids.tolist())) != list(range(count)):
+        lost, unknown = (
+            sorted(set(range(count)) - {*ids.tolist()}),
+            sorted({*ids.tolist()} - set(range(count))),
+        )
+        if lost or unknown:
+            what = f"has no slot for experts {lost}" if lost else f"names experts {unknown}"
             raise ConfigError(
-                f"{where}: sparse layer {layer} must place experts 0 to {count - 1}, each once or more"
+                f"{where}: sparse layer {layer} {what}; it must place experts 0 to {count - 1}, each once "
+                "or more"
             )
         if plan.slot_slice[layer].any():
             raise ConfigError(

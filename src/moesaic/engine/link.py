@@ -49,7 +49,12 @@ class Link(Protocol):
         ...
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Tell the workers that these requests are over, when no plan follows that would."""
+        """Tell the workers that these requests are over, when no plan follows that would.
+
+        Called now and then while there is nothing to do, with no requests too.
+
+        Raises: PeerLost naming a worker that is gone.
+        """
         ...
 
     def adopt(self, plan: ExpertPlan) -> int:

@@ -241,8 +241,12 @@ class Engine:
             while self._turn():
                 pass
         except Exception as error:  # noqa: BLE001 - the loop's last resort: nobody may wait for ever
-            _log.exception("the engine loop failed: every request ends, the engine is no longer ready")
-            failure, end = error, f"the engine failed: {type(error).__name__}: {error}"
+            is_known = isinstance(error, MoesaicError)
+            failure, end = (
+                error,
+                f"the engine failed: {'' if is_known else f'{type(error).__name__}: '}{error}",
+            )
+            _log.error("%s; every request ends, and so does the engine", end, exc_info=not is_known)
             is_retriable = isinstance(error, MoesaicError) and error.is_retriable
         with self._lock:
             if self._is_closing and self._missed_s is not None:

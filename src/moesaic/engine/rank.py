@@ -254,7 +254,7 @@ def serve(
     """The life of a rank, in this process's main thread. Others reach it at `address`.
 
     `own` is what this process was asked for, where it was asked: what comes of it has to be what comes of the
-    controller's, or `load_share` refuses.
+    controller's, or `load_share` refuses; then this raises, too.
     """
     inbox: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_read, args=(pipe, inbox), daemon=True).start()
@@ -280,6 +280,8 @@ def serve(
     except MoesaicError as error:
         pipe.send(error)
         inbox.get()  # the controller says what went wrong: none may end before it has
+        if own is not None:
+            raise  # so does whoever was asked here
 
 
 def _worker(model: LoadedModel, setup: RankSetup, config: ResolvedConfig, rank: int) -> Worker:

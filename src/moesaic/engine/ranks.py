@@ -110,7 +110,13 @@ class Ranks:
         self._tell([Observe(loads=tuple(loads))] * len(self._ranks))
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Tell the ranks that these requests are over."""
+        """Tell the ranks that these requests are over.
+
+        Raises: PeerLost naming a rank whose process has ended: a rank that has nothing to say says so.
+        """
+        if not self._in_flight and (ended := wait([one.pipe for one in self._ranks], 0.0)):
+            rank = next(rank for rank, one in enumerate(self._ranks) if one.pipe in ended)
+            raise PeerLost(rank=rank, layer_idx=-1, stage="step", seconds=0.0)
         self._tell([Forget(request_ids=tuple(request_ids))] * len(self._ranks))
 
     def close(self) -> None:

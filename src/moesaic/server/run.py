@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from moesaic.errors import ConfigError
+from moesaic.errors import ConfigError, EngineEnded
 from moesaic.log import get_logger
 from moesaic.server.settings import ServerSettings
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _log = get_logger("server")
 _FLUSH_S = 5  # for answers that are complete but not yet sent, at shutdown
 _BACKLOG = 2048
+_TICKS_PER_CHECK = 10  # of uvicorn's, ten a second
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -79,6 +80,14 @@ class DrainingServer(uvicorn.Server):
         self._engine = engine
         self._drain_timeout_s = drain_timeout_s
         self._drainer: threading.Thread | None = None
+        self.has_lost_engine = False
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end: also when the engine has, without having been asked to."""
+        if counter % _TICKS_PER_CHECK == 0 and not self._app.state.api.is_draining:
+            self.has_lost_engine = not self._engine.snapshot().is_ready
+            self.should_exit = self.should_exit or self.has_lost_engine
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Answer a signal; runs on the main thread, between two instructions."""
@@ -104,7 +113,10 @@ class DrainingServer(uvicorn.Server):
 
 
 def run(app: FastAPI, engine: EngineClient, sock: socket.socket, settings: ServerSettings) -> None:
-    """Serve until a signal; blocks. Call on the main thread, where signals arrive."""
+    """Serve until a signal; blocks. Call on the main thread, where signals arrive.
+
+    Raises: EngineEnded when the engine failed; clients were told first.
+    """
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -114,4 +126,7 @@ def run(app: FastAPI, engine: EngineClient, sock: socket.socket, settings: Serve
         backlog=_BACKLOG,
         timeout_graceful_shutdown=_FLUSH_S,
     )
-    DrainingServer(config, app, engine, drain_timeout_s=settings.drain_timeout_s).run(sockets=[sock])
+    server = DrainingServer(config, app, engine, drain_timeout_s=settings.drain_timeout_s)
+    server.run(sockets=[sock])
+    if server.has_lost_engine:
+        raise EngineEnded("the engine has ended, as the log says: start the server again")

@@ -31,7 +31,9 @@ def test_what_torchrun_says_is_taken_where_nothing_else_is_asked_for() -> None:
     for launcher in ("local", "ray"):
         assert read_world(EngineConfig(model="m", launcher=launcher), TORCHRUN) is None  # type: ignore[arg-type]
     assert read_world(ALONE, TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert read_world(ALONE, {"RANK": "0", "WORLD_SIZE": "2"}) is None
+    assert read_world(ALONE, {"RANK": "0"}) is None
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2: MASTER_ADDR, MASTER_PORT are not set"):
+        read_world(ALONE, {"RANK": "0", "WORLD_SIZE": "2"})
 
 
 def test_nodes_of_unlike_size_say_nothing_of_the_layout() -> None:

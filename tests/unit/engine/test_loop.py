@@ -217,7 +217,7 @@ def test_a_failing_step_ends_everything_and_is_reported(make_engine, caplog):
     with pytest.raises(Overloaded, match="a bug"):
         engine.submit(make_request("later", [1]), sink.take)
     assert engine.drain(10)
-    assert any("engine loop failed" in record.message and record.exc_info for record in caplog.records)
+    assert any("the engine failed" in record.message and record.exc_info for record in caplog.records)
 
 
 def test_an_owner_that_fails_loses_only_its_request(make_engine, caplog):
