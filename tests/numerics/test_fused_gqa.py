@@ -88,7 +88,7 @@ def run(half: Any, spec: GqaSpec, kv_format: KvFormat, x_TD: Tensor, sizes: list
         view = KvView(key_pool=pools[0], value_pool=pools[1], places=places)
         positions_T = torch.arange(at, at + size).repeat(2)
         x = torch.cat([x_TD[at : at + size], -x_TD[at : at + size]])
-        found += drive([half.forward(x, positions_T, view)], 1.0)
+        found += drive([half.forward(x, positions_T, view, 0)], 1.0)
         at += size
     return [*found, *pools]
 
@@ -152,7 +152,7 @@ def test_no_rows_are_no_rows() -> None:
     pool = pool_zeros((3, 2, BLOCK, 16), "int8")
     view = KvView(key_pool=pool, value_pool=pool.clone(), places=KvPlaces.of((), BLOCK))
     empty = torch.empty((0, HIDDEN), dtype=torch.bfloat16)
-    (found,) = drive([fused.forward(empty, torch.empty(0, dtype=torch.int64), view)], 1.0)
+    (found,) = drive([fused.forward(empty, torch.empty(0, dtype=torch.int64), view, 0)], 1.0)
     assert found.shape == (0, HIDDEN)
 
 

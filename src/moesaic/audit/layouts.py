@@ -176,7 +176,7 @@ def verify_layouts(
         FOLDED: _order_control(stage, dtypes[0], levels[0]),
     }
     if controls[PER_RANK] is None:
-        notes.append("no negative control: a sum of at most two products has one order")
+        notes.append("no negative control of experts: a sum of at most two products has one order")
     missed = tuple(name for name, is_caught in controls.items() if is_caught is False)
     return LayoutVerification(
         model=name or wishes.model,

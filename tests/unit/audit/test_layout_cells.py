@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 from moesaic.audit.layout_cells import (
+    MATMUL_SHARDS,
     MICRO_BATCHES,
     NO_SHARED_MEMORY,
     NUM_RANKS,
     PLACEMENTS,
     RETURNS,
+    TENSOR_RANKS,
     Cell,
     Placement,
+    Shape,
     make_matrix,
     make_plan,
 )
@@ -22,8 +25,15 @@ from moesaic.spec.families import read_config
 from moesaic.spec.layout_rules import DISPATCHERS, FUSED_RETURNS, NOT_BUILT
 from moesaic.spec.locate import preset
 from moesaic.spec.model import ModelSpec
+from moesaic.spec.numerics import Numerics
+from moesaic.spec.numerics import preset as numerics_preset
 
 LEVELS = ("reference", "native/avx2")
+
+
+def numerics_of(dtype: str, backend: str, shape: Shape) -> Numerics:
+    numerics = numerics_preset("portable", dtype=dtype, backend=backend)  # type: ignore[arg-type]  # one of the two
+    return numerics if shape.tp == 1 else numerics.with_leaves(matmul_shards=MATMUL_SHARDS)
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +50,20 @@ def pairs(cell: Cell) -> set[tuple[object, object]]:
 
 
 def test_long_is_the_product_of_all_that_is_legal(spec: ModelSpec) -> None:
-    matrix = make_matrix(spec, ["float32"], LEVELS, is_long=True)
+    matrix = make_matrix(spec, ["float32"], LEVELS, numerics_of, is_long=True)
     # local on one rank, exchange on one to four, shared memory and two levels on two to four
     several = 3 * len(RETURNS)
     every = len(NUM_RANKS) * len(RETURNS)
-    shapes = {"local": 1, "exchange": every, "shared_memory": several, "two_level": several}
+    # replicas of two, three and four ranks, with the results of experts gathered or over other dispatchers
+    replicas = [(tp, num_ranks) for tp in TENSOR_RANKS for num_ranks in NUM_RANKS if num_ranks % tp == 0]
+    split = len(RETURNS) * len(replicas)
+    shapes = {
+        "local": 1,
+        "gathered": len(RETURNS) * len(TENSOR_RANKS),
+        "exchange": every + split,
+        "shared_memory": several,
+        "two_level": several + split,
+    }
     assert set(shapes) == set(DISPATCHERS) - set(NOT_BUILT)
     for_each = len(MICRO_BATCHES) * len(PLACEMENTS)
     fused = 1 + 3  # on one rank, and over shared memory on two to four; where kernels are native
@@ -55,25 +74,33 @@ def test_long_is_the_product_of_all_that_is_legal(spec: ModelSpec) -> None:
 
 def test_all_holds_every_pair_of_choices_in_each_dtype(spec: ModelSpec) -> None:
     dtypes = ["float32", "bfloat16"]
-    few = make_matrix(spec, dtypes, LEVELS, is_long=False).cells
-    every = make_matrix(spec, dtypes, LEVELS, is_long=True).cells
+    few = make_matrix(spec, dtypes, LEVELS, numerics_of, is_long=False).cells
+    every = make_matrix(spec, dtypes, LEVELS, numerics_of, is_long=True).cells
     assert set(few) < set(every)
     assert len(few) < len(every) / 2
     for dtype in dtypes:
         found = [
-            {pair for cell in cells if cell.dtype == dtype for pair in pairs(cell)} for cells in (few, every)
+            {pair for cell in cells if cell.dtype == dtype and cell.shape.tp == 1 for pair in pairs(cell)}
+            for cells in (few, every)
         ]
         assert found[0] == found[1]
+        split = {
+            (cell.shape.dispatcher, cell.shape.num_ranks)
+            for cell in few
+            if cell.dtype == dtype and cell.shape.tp == 2
+        }
+        assert split == {("gathered", 2), ("exchange", 4)}
 
 
 def test_float32_comes_first_and_ranks_that_are_loaded_alike_together(spec: ModelSpec) -> None:
-    cells = make_matrix(spec, ["float32", "bfloat16"], LEVELS, is_long=True).cells
+    cells = make_matrix(spec, ["float32", "bfloat16"], LEVELS, numerics_of, is_long=True).cells
     keys = [
         (
             cell.dtype,
             cell.backend,
             cell.placement,
             cell.shape.num_ranks,
+            cell.shape.tp,
             cell.shape.dispatcher if cell.shape.is_fused else None,
         )
         for cell in cells
@@ -85,9 +112,12 @@ def test_float32_comes_first_and_ranks_that_are_loaded_alike_together(spec: Mode
 
 
 def test_each_kind_of_layout_that_is_not_run_has_a_reason(spec: ModelSpec) -> None:
-    refused = {one.name: one.reason for one in make_matrix(spec, ["float32"], LEVELS, is_long=False).refused}
+    refused = {
+        one.name: one.reason
+        for one in make_matrix(spec, ["float32"], LEVELS, numerics_of, is_long=False).refused
+    }
     assert set(NOT_BUILT) < set(refused)
-    assert refused["gathered"] == NOT_BUILT["gathered"]
+    assert refused["remote"] == NOT_BUILT["remote"]
     assert "sends nothing, so it has one rank" in refused["local, 3 ranks"]
     assert "several nodes" in refused["two_level, 1 rank"]
     assert "is between ranks" in refused["shared_memory, 1 rank"]
@@ -101,14 +131,16 @@ def test_each_kind_of_layout_that_is_not_run_has_a_reason(spec: ModelSpec) -> No
 
 
 def test_without_native_kernels_no_memory_is_shared(spec: ModelSpec) -> None:
-    matrix = make_matrix(spec, ["float32"], ["reference"], is_long=False, has_shared_memory=False)
-    assert {cell.shape.dispatcher for cell in matrix.cells} == {"local", "exchange", "two_level"}
+    matrix = make_matrix(
+        spec, ["float32"], ["reference"], numerics_of, is_long=False, has_shared_memory=False
+    )
+    assert {cell.shape.dispatcher for cell in matrix.cells} == {"local", "gathered", "exchange", "two_level"}
     assert any(one.name == "shared_memory" and one.reason == NO_SHARED_MEMORY for one in matrix.refused)
 
 
 def test_more_ranks_than_experts_are_refused() -> None:
     config = dict(preset("olmoe-1b-7b-0924").config) | {"num_experts": 3, "num_experts_per_tok": 2}
-    matrix = make_matrix(read_config(config, name="few"), ["float32"], LEVELS, is_long=False)
+    matrix = make_matrix(read_config(config, name="few"), ["float32"], LEVELS, numerics_of, is_long=False)
     assert {cell.shape.num_ranks for cell in matrix.cells} == {1, 2, 3}
     assert any(one.name == "4 ranks" and "for 3 experts" in one.reason for one in matrix.refused)
 
