@@ -38,6 +38,7 @@ check:
 	@.venv/bin/lint-imports
 	@.venv/bin/python scripts/sizes.py --check
 	@.venv/bin/python scripts/docs.py --check
+	@.venv/bin/python scripts/performance.py --check
 
 docs:
 	@.venv/bin/python scripts/docs.py

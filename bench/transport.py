@@ -62,6 +62,7 @@ def rank_main(rank: int, num_ranks: int, port: int, num_blocks: int, block_time_
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     mesh = Mesh.join(rank=rank, num_ranks=num_ranks, store=store)
+    control = mesh.group("control")
     shape = SegmentShape(num_ranks=num_ranks, lanes=(LaneSize(message_bytes=max(SIZES)),) * 2)
     ends: dict[str, Transport] = {
         "gloo": GlooTransport(mesh, num_lanes=2),
@@ -73,14 +74,14 @@ def rank_main(rank: int, num_ranks: int, port: int, num_blocks: int, block_time_
         counts = {}
         for name, wires in ends.items():
             mine = torch.tensor([block_s(wires, parts, LEAST_CALLS)], dtype=torch.float64)
-            dist.broadcast(mine, 0)  # all make equally many calls
+            control.broadcast(mine, 0).wait()  # all make equally many calls
             counts[name] = max(LEAST_CALLS, int(block_time_s / float(mine)))
         for _ in range(num_blocks):
             for name, wires in ends.items():
-                dist.barrier()
+                control.barrier().wait()
                 times[name, size].append(block_s(wires, parts, counts[name]))
     pipe.send(times)
-    dist.barrier()
+    control.barrier().wait()
     os._exit(0)
 
 
