@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from engine_times import run_batch
 from llamacpp import GGUF_TYPES, measure_llamacpp, quantised
 from olmoe_files import olmoe_config, write_checkpoint
 
@@ -42,32 +43,11 @@ def prompts(batch: int, length: int, vocab: int, seed: int) -> list[list[int]]:
 
 def measure_moesaic(arguments: argparse.Namespace) -> dict[str, Any]:
     """Through `moesaic.LLM`, scheduler, sampling and all; times are those of the engine's own events."""
-    import threading
-
     from moesaic.engine.llm import LLM
-    from moesaic.sched.request import Request, SamplingParams
 
     def run(llm: LLM, batch: list[list[int]], num_tokens: int) -> tuple[float, float, float]:
-        """(start, first tokens of all there, last token)."""
-        arrivals: dict[str, list[float]] = {f"r{i}": [] for i in range(len(batch))}
-        left, done = set(arrivals), threading.Event()
-
-        def on_event(event: Any) -> None:
-            if event.token_ids:
-                arrivals[event.request_id].append(time.perf_counter())
-            if event.finish_reason is not None:
-                left.discard(event.request_id)
-                if not left:
-                    done.set()
-
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        start_s = time.perf_counter()
-        for i, prompt in enumerate(batch):
-            llm.engine.submit(
-                Request(request_id=f"r{i}", prompt_ids=tuple(prompt), sampling=sampling, seed=0), on_event
-            )
-        done.wait()
-        return start_s, max(times[0] for times in arrivals.values()), max(t[-1] for t in arrivals.values())
+        times = run_batch(llm, batch, num_tokens)
+        return times.start_s, times.first_s, times.last_s
 
     options: dict[str, Any] = {
         "format": None if arguments.format == "bfloat16" else arguments.format,

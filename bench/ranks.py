@@ -15,42 +15,24 @@ import datetime
 import json
 import subprocess
 import sys
-import threading
-import time
 from statistics import median
 from typing import Any
 
 import numpy as np
+from engine_times import run_batch
 
 from moesaic.audit.bench.report import describe_machine, describe_versions, load_average
 from moesaic.engine.llm import LLM
-from moesaic.sched.request import Request, SamplingParams
 from moesaic.spec.locate import locate
 
 GOAL = 0.9
 PROMPT_LEN = 32
 
 
-def run_batch(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
+def rate(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
     """Tokens a second from the moment at which every request has its first one."""
-    arrivals: dict[str, list[float]] = {f"r{i}": [] for i in range(len(prompts))}
-    left, done = set(arrivals), threading.Event()
-
-    def on_event(event: Any) -> None:
-        if event.token_ids:
-            arrivals[event.request_id].append(time.perf_counter())
-        if event.finish_reason is not None:
-            left.discard(event.request_id)
-            if not left:
-                done.set()
-
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    for i, prompt in enumerate(prompts):
-        request = Request(request_id=f"r{i}", prompt_ids=tuple(prompt), sampling=sampling, seed=0)
-        llm.engine.submit(request, on_event)
-    done.wait()
-    first_s, last_s = max(times[0] for times in arrivals.values()), max(t[-1] for t in arrivals.values())
-    return len(prompts) * (num_tokens - 1) / (last_s - first_s)
+    times = run_batch(llm, prompts, num_tokens)
+    return len(prompts) * (num_tokens - 1) / (times.last_s - times.first_s)
 
 
 def child(args: argparse.Namespace) -> dict[str, Any]:
@@ -62,7 +44,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
         for run in range(args.runs + 1):
             draw = np.random.default_rng([args.seed, run])
             prompts = draw.integers(2, active["vocab"], size=(args.batch, PROMPT_LEN)).tolist()
-            rates.append(run_batch(llm, prompts, args.tokens))
+            rates.append(rate(llm, prompts, args.tokens))
         return {"rates": rates[1:], "layout": active["layout"], "backend": active["backend"]}
 
 

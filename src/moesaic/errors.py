@@ -85,7 +85,7 @@ class KernelTimeout(MoesaicError):
 
 
 class PeerLost(MoesaicError):
-    """A rank stopped answering, or its process ended: then `seconds` is below one.
+    """A rank stopped answering; after 0 seconds: its process has ended.
 
     `stage` is send, experts, collect, sum or move; outside layers join, start, step or move.
     """
@@ -93,7 +93,7 @@ class PeerLost(MoesaicError):
     is_retriable = True
 
     def __init__(self, *, rank: int, layer_idx: int, stage: str, seconds: float) -> None:
-        what = "is gone" if seconds < 1.0 else f"did not answer within {seconds:.1f} s"
+        what = "has ended" if seconds == 0.0 else f"did not answer within {seconds:.1f} s"
         super().__init__(
             f"rank {rank} {what} ({f'layer {layer_idx}, ' if layer_idx >= 0 else ''}stage {stage}); "
             + ("start all ranks again" if stage in ("join", "start") else "its requests can be sent again")
@@ -104,10 +104,6 @@ class PeerLost(MoesaicError):
         """Pickles: a rank tells the controller whom it lost."""
         named = {name: getattr(self, name) for name in ("rank", "layer_idx", "stage", "seconds")}
         return partial(type(self), **named), ()
-
-
-class EngineEnded(MoesaicError):
-    """The engine of a server failed; its log says why."""
 
 
 class CollectiveTimeout(PeerLost):

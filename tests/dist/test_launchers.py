@@ -194,7 +194,7 @@ def test_a_killed_rank_is_named_and_ranks_end_with_a_killed_controller(alone: li
     other.kill()
     other.wait(10)
     say(controller)
-    assert "rank 1 is gone" in line_of(controller, run)
+    assert "rank 1 has ended" in line_of(controller, run)
     own = [pid for pid in run.living() if pid != controller.pid]
     controller.kill()
     run.await_end()
@@ -257,7 +257,7 @@ def test_ray_starts_ranks_on_two_nodes_and_none_outlives_the_controller(alone: l
         assert sorted(ranks) == ["ray::moesaic rank 0", "ray::moesaic rank 1"]
         os.kill(ranks["ray::moesaic rank 1"], signal.SIGKILL)
         say(first)
-        assert "rank 1 is gone" in line_of(first, run, "the engine")
+        assert "rank 1 has ended" in line_of(first, run, "the engine")
         first.kill()
         end_s = time.monotonic() + 30
         while ranks_of_ray():

@@ -452,7 +452,7 @@ def test_a_rank_that_stays_away_is_named(ranks_per_node: int | None) -> None:
     model, plan = make_model("float32"), make_plan("contiguous", 2)
     ranks = make_ranks(model, plan, 2, ranks_per_node=ranks_per_node)
     (present,), _ = rank_steps(model, ranks, [130, 130])
-    with pytest.raises(PeerLost, match=r"rank 1 (is gone|did not answer) .*stage send"):
+    with pytest.raises(PeerLost, match=r"rank 1 did not answer .*stage send"):
         drive([present], TIMEOUT_S)
 
 

@@ -193,6 +193,16 @@ def test_a_placement_for_other_ranks_names_both_ways_out(tmp_path: Path) -> None
         LLM("demo", num_ranks=2, placement=str(tmp_path / "absent.json"), **OPTIONS)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("launcher", "ray"), ("rank_address", "127.0.0.1:0"), ("replica_choice", "hash")],
+)
+def test_what_is_for_several_ranks_is_refused_on_one(name: str, value: str) -> None:
+    flag = name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--{flag} {value} is for several ranks, and there is one"):
+        LLM("demo", **OPTIONS, **{name: value})
+
+
 def test_a_rank_that_dies_ends_every_request_with_its_name_and_leaves_no_process() -> None:
     llm = LLM("demo", num_ranks=2, **OPTIONS)
     processes = processes_of(llm.engine)
@@ -205,7 +215,7 @@ def test_a_rank_that_dies_ends_every_request_with_its_name_and_leaves_no_process
     wait_until(lambda: all(event.finish_reason is not None for event in ended.values()))
     for event in ended.values():
         assert event.finish_reason == "error"
-        assert "rank 1 is gone" in str(event.error)
+        assert "rank 1 has ended" in str(event.error)
         assert "can be sent again" in str(event.error)
         assert event.is_retriable
     assert not llm.engine.snapshot().is_ready

@@ -181,7 +181,7 @@ def test_a_rank_that_dies_during_a_swap_ends_the_run_with_its_name() -> None:
     wait_until(lambda: llm.engine._rebalance.is_swapping)  # type: ignore[union-attr]
     os.kill(processes[1].pid, signal.SIGKILL)
     thread.join(60)
-    assert any(words in str(errors[0]) for words in ("rank 1 is gone", "rank 1 did not answer"))
+    assert "rank 1 did not answer" in str(errors[0])  # over gloo: a connection was cut, and it said no more
     assert "stage move" in str(errors[0])
     assert not llm.engine.snapshot().is_ready
     llm.close()

@@ -1,4 +1,7 @@
-"""A server process over a fake engine that pauses after two tokens until SIGUSR1. Prints its address."""
+"""A server process over a fake engine that pauses after two tokens until SIGUSR1. Prints its address.
+
+SIGUSR2: the engine ends, as when a rank was lost.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ def main(folder: str, drain_timeout_s: float) -> None:
     tokenizer = Tokenizer.load(folder)
     engine = FakeEngine(vocab=tokenizer.vocab_size, pause_after=2)
     signal.signal(signal.SIGUSR1, lambda *_: engine.gate.set())
+    signal.signal(signal.SIGUSR2, lambda *_: setattr(engine, "is_ready", False))
     settings = ServerSettings(model_name="tiny", drain_timeout_s=drain_timeout_s)
     with bind("127.0.0.1", 0) as sock:
         print(url_of(sock), flush=True)

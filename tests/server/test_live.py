@@ -239,6 +239,14 @@ def child(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Child]
 
 
 @pytest.mark.parametrize("child", [60.0], indirect=True)
+def test_a_server_whose_engine_has_ended_ends_with_an_error(child: Child) -> None:
+    child.process.send_signal(signal.SIGUSR2)
+    assert child.process.wait(30) == 1
+    assert child.process.stderr is not None
+    assert "EngineLost: the engine has ended" in child.process.stderr.read()
+
+
+@pytest.mark.parametrize("child", [60.0], indirect=True)
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(child: Child) -> None:
     with child.stream() as lines:
         child.process.send_signal(signal.SIGTERM)

@@ -419,7 +419,7 @@ class World:
         """What follows for the layout."""
         nodes, local = self.num_nodes, self.num_local
         is_even = nodes is not None and local is not None and nodes * local == self.num_ranks
-        return Started(by="torchrun", num_ranks=self.num_ranks, ranks_per_node=local if is_even else None)
+        return Started(num_ranks=self.num_ranks, ranks_per_node=local if is_even else None)
 
 
 WORLD_VARIABLES: Mapping[str, str] = MappingProxyType(

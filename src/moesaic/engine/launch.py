@@ -104,6 +104,7 @@ def start_engine(
     if arranged.layout.num_ranks > 1:
         launcher = _launcher(config, arranged.layout, world)
         return _start_on_ranks(config, spec, arranged, launcher, tokenizer_digest, grammars).start()
+    _check_alone(config)
     for name, value in (("--launcher", config.launcher), ("--rank-address", config.rank_address)):
         if value not in (None, "local"):
             raise ConfigError(f"{name} {value} is for several ranks, and there is one: ask for --ranks, too")
@@ -152,6 +153,23 @@ def assemble(
         tokenizer_digest,
         grammars,
     )
+
+
+def _check_alone(config: EngineConfig) -> None:
+    """Refuse what is for several ranks where there is one.
+
+    Raises: ConfigError naming the option.
+    """
+    for name, asked, usual in (
+        ("launcher", config.launcher, ("local", "torchrun")),  # torchrun may start one
+        ("rank-address", config.rank_address, ()),
+        ("replica-choice", config.replica_choice, ("turns",)),
+    ):
+        if asked is not None and asked not in usual:
+            raise ConfigError(
+                f"--{name} {asked} is for several ranks, and there is one: ask for several with --ranks, or "
+                f"leave --{name} out"
+            )
 
 
 def _launcher(config: EngineConfig, layout: Layout, world: World | None) -> Launcher:

@@ -25,7 +25,6 @@ from moesaic.spec.layout_rules import (
     GATHERED_RULE,
     NOT_BUILT,
     Dispatcher,
-    refusals,
 )
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
@@ -96,7 +95,6 @@ class Arrangement:
 class Started:
     """Ranks that something else started, such as torchrun."""
 
-    by: str
     num_ranks: int
     ranks_per_node: int | None  # None: not alike on all nodes, or not said
 
@@ -117,7 +115,7 @@ def arrange(
     if started is not None and found.layout.num_ranks != started.num_ranks:
         asked = "--ranks" if wish.deployment is None else f"deployment {wish.deployment}"
         raise ConfigError(
-            f"{asked} is for {_ranks(found.layout.num_ranks)}, but {started.by} started {started.num_ranks}: "
+            f"{asked} is for {_ranks(found.layout.num_ranks)}, but WORLD_SIZE says {started.num_ranks}: "
             f"start {found.layout.num_ranks}"
             + (", or leave --ranks out" if wish.deployment is None else ", or plan anew")
         )
@@ -127,6 +125,11 @@ def arrange(
 
 def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None, is_native: bool) -> Arrangement:
     num_ranks = wish.num_ranks or (1 if started is None else started.num_ranks)
+    if wish.dispatcher in NOT_BUILT:
+        raise ConfigError(
+            f"dispatcher {wish.dispatcher} does not run yet ({NOT_BUILT[wish.dispatcher]}): "
+            f"{_runnable(num_ranks)}"
+        )
     if num_ranks == 1:
         for name in ("placement", "dispatcher", "returns", "ranks_per_node"):
             value = getattr(wish, name)
@@ -145,7 +148,7 @@ def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None, is_nat
         raise ConfigError(
             f"dispatcher two_level is for ranks on several nodes, got {num_ranks} ranks and "
             + ("no --ranks-per-node" if per_node is None else f"{per_node} per node")
-            + (f": ask for --ranks-per-node 1 to {num_ranks - 1}" if num_ranks > 1 else "")
+            + (f": ask for --ranks-per-node {_up_to(num_ranks - 1)}" if num_ranks > 1 else "")
             + ", or use exchange"
         )
     layout = data_parallel(
@@ -223,15 +226,11 @@ def check_layout(layout: Layout, spec: ModelSpec) -> None:
 
     Raises: ConfigError with the numbers and the nearest layouts that can.
     """
-    if layout.dispatcher in NOT_BUILT:
-        reasons = "; ".join(refusal.reason for refusal in refusals(layout.cell()))
-        raise ConfigError(
-            f"dispatcher {layout.dispatcher} does not run: {reasons}; {_runnable(layout.num_ranks)}"
-        )
     if layout.dispatcher == "gathered" and layout.attention.size("tp") != layout.num_ranks:
         raise ConfigError(
             f"dispatcher gathered: {GATHERED_RULE}; this layout has tp {layout.attention.size('tp')} and "
-            f"{_ranks(layout.num_ranks)}: ask for --tp {layout.num_ranks}, or use exchange"
+            f"{_ranks(layout.num_ranks)}: ask for --tp {layout.num_ranks} "
+            "and as many --matmul-shards or more, or use exchange"
         )
     fewest = min((moe.num_experts for _, moe in spec.moe_layers), default=1)
     if layout.num_ranks > fewest:
@@ -384,6 +383,10 @@ def _runnable(num_ranks: int) -> str:
     return f"for {num_ranks} ranks there are " + " and ".join(
         one for one in DISPATCHERS if one not in NOT_BUILT and one not in ("local", "gathered")
     )
+
+
+def _up_to(most: int) -> str:
+    return "1" if most == 1 else f"1 to {most}"
 
 
 def _ranks(count: int) -> str:

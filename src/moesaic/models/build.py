@@ -280,7 +280,7 @@ def build(
         spec=spec,
         numerics=numerics,
         ops=ops,
-        decoder=_decoder(spec, local_spec, weights, ops, dispatcher, meter, tensor),
+        decoder=_Parts(spec, local_spec, weights, ops, dispatcher, meter, tensor).decoder(),
         placed=placed,
         meter=meter,
         traffic=None if share is None else share.traffic,
@@ -342,31 +342,6 @@ def _head_maps(spec: ModelSpec) -> list[tuple[int, int]]:
     return into + [(mixer.kv_lora_rank, mixer.value_dim) for mixer in mixers]
 
 
-def _decoder(
-    whole: ModelSpec,
-    spec: ModelSpec,
-    weights: Weights,
-    ops: Ops,
-    dispatcher: Dispatcher | FusedRanks,
-    meter: Meter,
-    tensor: TensorShare | None,
-) -> Decoder:
-    parts = _Parts(whole, spec, weights, ops, dispatcher, meter, tensor)
-    return Decoder(
-        embedding_VD=weights.model["embedding"],
-        layers=[parts.layer(layer_idx, layer) for layer_idx, layer in enumerate(spec.layers)],
-        norm=parts.norm(weights.model, "norm"),
-        head=Head(
-            weight_VD=weights.head_VD,
-            bias_V=weights.model.get("head_bias"),
-            scale=spec.logit_scale,
-            softcap=spec.logit_softcap,
-            ops=ops,
-        ),
-        embedding_scale=spec.embedding_scale,
-    )
-
-
 class _Parts:
     """Makes the layers of one model; what layers share (rope tables, the dispatcher) is made once."""
 
@@ -389,6 +364,23 @@ class _Parts:
         self.dispatcher = dispatcher
         self.meter = meter
         self.num_moe = 0
+
+    def decoder(self) -> Decoder:
+        """All of them, and what is before and behind."""
+        spec, weights = self.spec, self.weights
+        return Decoder(
+            embedding_VD=weights.model["embedding"],
+            layers=[self.layer(layer_idx, layer) for layer_idx, layer in enumerate(spec.layers)],
+            norm=self.norm(weights.model, "norm"),
+            head=Head(
+                weight_VD=weights.head_VD,
+                bias_V=weights.model.get("head_bias"),
+                scale=spec.logit_scale,
+                softcap=spec.logit_softcap,
+                ops=self.ops,
+            ),
+            embedding_scale=spec.embedding_scale,
+        )
 
     def layer(self, layer_idx: int, layer: LayerSpec) -> DecoderLayer:
         """The layer, with its weights."""

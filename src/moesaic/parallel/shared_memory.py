@@ -64,9 +64,10 @@ class _SharedArrival(Arrival):
     def wait(self, timeout_s: float) -> None:
         began_s = time.monotonic()
         late = self._messenger.wait(*self._key, timeout_s)
-        self._traffic.wait_s += time.monotonic() - began_s
+        waited_s = time.monotonic() - began_s
+        self._traffic.wait_s += waited_s
         if late >= 0:
-            raise self._purpose.lost(late, time.monotonic() - began_s)
+            raise self._purpose.lost(late, waited_s if waited_s >= timeout_s else 0.0)  # before: it has ended
 
     def take(self) -> list[Tensor]:
         found = self._messenger.take(*self._key)

@@ -53,7 +53,7 @@ class GenerationError(MoesaicError):
 
 
 class EngineLost(GenerationError):
-    """It did so because a part of the engine was lost: another one may answer."""
+    """It did so because the engine, or a part of it, was lost: another one may answer."""
 
     is_retriable = True
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from moesaic.errors import ConfigError, EngineEnded
+from moesaic.errors import ConfigError
 from moesaic.log import get_logger
+from moesaic.server.problem import EngineLost
 from moesaic.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class DrainingServer(uvicorn.Server):
 def run(app: FastAPI, engine: EngineClient, sock: socket.socket, settings: ServerSettings) -> None:
     """Serve until a signal; blocks. Call on the main thread, where signals arrive.
 
-    Raises: EngineEnded when the engine failed; clients were told first.
+    Raises: EngineLost when the engine failed; clients were told first.
     """
     config = uvicorn.Config(
         app,
@@ -129,4 +130,4 @@ def run(app: FastAPI, engine: EngineClient, sock: socket.socket, settings: Serve
     server = DrainingServer(config, app, engine, drain_timeout_s=settings.drain_timeout_s)
     server.run(sockets=[sock])
     if server.has_lost_engine:
-        raise EngineEnded("the engine has ended, as the log says: start the server again")
+        raise EngineLost("the engine has ended, as the log says: start the server again")

@@ -24,7 +24,7 @@ from moesaic.spec.numerics import preset
 SPEC = read_spec(locate("demo").weights_folder())
 COUNTS = tuple(moe.num_experts for _, moe in SPEC.moe_layers)
 NUMERICS = preset("portable", dtype="bfloat16")
-TORCHRUN = Started(by="torchrun", num_ranks=4, ranks_per_node=2)
+TORCHRUN = Started(num_ranks=4, ranks_per_node=2)
 
 
 def deployment(num_ranks: int = 2, **layout: Any) -> Deployment:
@@ -55,7 +55,7 @@ def test_what_is_not_stated_follows_from_the_number_of_ranks() -> None:
 def test_ranks_that_were_started_say_how_many_and_which_share_a_node() -> None:
     found = arrange(LayoutWish(dispatcher="two_level"), SPEC, TORCHRUN)
     assert (found.layout.num_ranks, found.layout.ranks_per_node) == (4, 2)
-    with pytest.raises(ConfigError, match="--ranks is for 2 ranks, but torchrun started 4: start 2"):
+    with pytest.raises(ConfigError, match="--ranks is for 2 ranks, but WORLD_SIZE says 4: start 2"):
         arrange(LayoutWish(num_ranks=2), SPEC, TORCHRUN)
 
 
@@ -67,7 +67,7 @@ def test_a_deployment_says_layout_placement_and_numerics(tmp_path: Path) -> None
     assert found.plan is not None
     for ours, theirs in zip(found.plan.slot_rank, made.instances[0].plan.slot_rank, strict=True):
         assert np.array_equal(ours, theirs)
-    with pytest.raises(ConfigError, match=r"d\.json is for 2 ranks, but torchrun started 4"):
+    with pytest.raises(ConfigError, match=r"d\.json is for 2 ranks, but WORLD_SIZE says 4"):
         arrange(LayoutWish(deployment=str(tmp_path / "d.json")), SPEC, TORCHRUN)
 
 
@@ -109,7 +109,12 @@ def test_deployments_that_do_not_fit_are_refused(
         ({"num_ranks": 4, "dispatcher": "two_level", "ranks_per_node": 4}, "4 per node: ask for"),
         (
             {"num_ranks": 2, "dispatcher": "gathered"},
-            "every rank must have every row: .* tp 1 and 2 ranks: ask for --tp 2, or use exchange",
+            "every rank must have every row: .* tp 1 and 2 ranks: ask for --tp 2 and as many --matmul-shards",
+        ),
+        ({"num_ranks": 2, "dispatcher": "two_level"}, "ask for --ranks-per-node 1, or use exchange"),
+        (
+            {"num_ranks": 2, "dispatcher": "remote"},
+            r"remote does not run yet \(.* there are exchange and",
         ),
         ({"num_ranks": 17}, "17 ranks for 16 experts a layer: .* at most 16"),
         ({"dispatcher": "exchange"}, "--dispatcher exchange is for several ranks, and there is one"),
@@ -131,8 +136,13 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not valid JSON"):
         arrange(LayoutWish(deployment=written(tmp_path / "bad.json", "{")), SPEC)
     plan = to_plain(contiguous_plan(COUNTS, 2))
-    with pytest.raises(ConfigError, match=r"plan\.json"):
+    with pytest.raises(ConfigError, match=r"plan\.json: this is a placement; give it with --placement"):
         arrange(LayoutWish(deployment=written(tmp_path / "plan.json", json.dumps(plan))), SPEC)
+    load = written(tmp_path / "load.json", json.dumps({"counts": [], "source": "engine"}))
+    with pytest.raises(ConfigError, match=r"this is a load; moesaic balance .*load\.json -o plan\.json"):
+        arrange(LayoutWish(num_ranks=2, placement=load), SPEC)
+    with pytest.raises(ConfigError, match=r"^placement absent\.json: cannot be read .*moesaic balance -o$"):
+        arrange(LayoutWish(num_ranks=2, placement="absent.json"), SPEC)
 
 
 def test_options_beside_the_numerics_of_a_deployment_must_say_the_same() -> None:

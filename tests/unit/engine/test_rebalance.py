@@ -132,8 +132,8 @@ def test_ranks_that_are_gone_or_lost_another_are_named() -> None:
     with pytest.raises(PeerLost, match=r"rank 1 .*layer 4, stage move"):
         ranks.adopt(TURNED)
     pairs[0][1].close()
-    with pytest.raises(PeerLost, match=r"rank . is gone .*stage move"):
+    with pytest.raises(PeerLost, match=r"rank . has ended .*stage move"):
         ranks.adopt(TURNED)
-    with pytest.raises(PeerLost, match=r"rank . is gone"):
+    with pytest.raises(PeerLost, match=r"rank . has ended"):
         ranks.forget(())  # nothing is under way, and still it shows
     ranks.close()

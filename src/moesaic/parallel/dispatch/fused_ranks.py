@@ -174,7 +174,8 @@ class _Call(Wait):
         began_s = time.monotonic()
         if not self._go_on(timeout_s):
             rank, stage = self._lane.late()
-            seconds = time.monotonic() - began_s
+            waited_s = time.monotonic() - began_s
+            seconds = waited_s if waited_s >= timeout_s else 0.0  # before that time: its process has ended
             raise PeerLost(rank=rank, layer_idx=self._tag.layer_idx, stage=stage, seconds=seconds)
 
     def _go_on(self, timeout_s: float) -> bool:
