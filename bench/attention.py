@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from statistics import median
 from typing import Any
 
 import torch
+from table import describe, spread
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.audit.bench.report import describe_machine, describe_versions, load_average
+from moesaic.audit.bench.report import load_average
 from moesaic.kernels.huge_pages import HUGE_BYTES
 from moesaic.kernels.kv_format import pool_zeros
 from moesaic.kernels.kv_view import KvPlaces, KvRow, KvView
@@ -167,11 +164,6 @@ def measure(
     return found
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and range of samples."""
-    return {"median": median(values), "min": min(values), "max": max(values)}
-
-
 def rows_of(what: str, found: dict[str, Any]) -> list[list[Any]]:
     """A row of the table for each way of a case."""
     read = found["read_gb_per_s"]
@@ -206,17 +198,12 @@ def main() -> None:
                 texts = (f"{c['median']:10.1f} [{c['min']:.1f} .. {c['max']:.1f}]" for c in cells if c)
                 print(f"{what:24s} {way:12s}{'  '.join(texts)}")
     if arguments.json:
-        told = {
-            "title": f"Attention alone, {arguments.threads} threads",
-            "kind": "rows",
-            "command": shlex.join(["python", "bench/attention.py", *sys.argv[1:]]),
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "notes": [f"Backend {arguments.backend}; load before {load:.1f}."],
-            "columns": ["case", "way", "us a call", "GB/s of KV", "GB/s read"],
-            "rows": rows,
-        }
+        told = describe(
+            f"Attention alone, {arguments.threads} threads",
+            ["case", "way", "us a call", "GB/s of KV", "GB/s read"],
+            rows,
+            [f"Backend {arguments.backend}; load before {load:.1f}."],
+        )
         print(json.dumps(told, indent=2))
 
 

@@ -22,12 +22,12 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from engine_times import run_batch
 from llamacpp import GGUF_TYPES, measure_llamacpp, quantised
 from olmoe_files import olmoe_config, write_checkpoint
+from table import spread
 
 DECODE_PROMPT_LEN = 32
 IMPLEMENTATIONS = ("eager", "grouped_mm")
@@ -181,10 +181,10 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
                 _extend(samples.setdefault(f"transformers {implementation}", {}), found["results"])
         bandwidth.append(read_bandwidth(arguments.threads))
     figures = {
-        name: {key: _spread(values) for key, values in of_engine.items()}
+        name: {key: spread(values) for key, values in of_engine.items()}
         for name, of_engine in samples.items()
     }
-    return {"figures": figures, "facts": facts, "read_bytes_per_s": _spread(bandwidth)}
+    return {"figures": figures, "facts": facts, "read_bytes_per_s": spread(bandwidth)}
 
 
 def read_bandwidth(threads: int) -> float:
@@ -207,20 +207,20 @@ def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
     peers = [name for name in figures if not name.startswith("moesaic")]
     for ours in (name for name in figures if name.startswith("moesaic")):
         format = ours.removeprefix("moesaic ")
-        for key, spread in figures[ours].items():
-            row: dict[str, Any] = {"format": format, "figure": key, "ours": spread}
+        for key, samples in figures[ours].items():
+            row: dict[str, Any] = {"format": format, "figure": key, "ours": samples}
             llama = f"llama.cpp {GGUF_TYPES[format]}"
             if llama in figures and key in figures[llama]:
                 row["llama.cpp"] = figures[llama][key]
-                row["over llama.cpp"] = spread["median"] / figures[llama][key]["median"]
+                row["over llama.cpp"] = samples["median"] / figures[llama][key]["median"]
             others = [figures[name][key] for name in peers if name.startswith("transformers")]
             if others:
                 row["transformers"] = max(others, key=lambda one: one["median"])
-                row["over transformers"] = spread["median"] / row["transformers"]["median"]
+                row["over transformers"] = samples["median"] / row["transformers"]["median"]
             batch = key.removeprefix("decode_tokens_per_s_batch_")
             if batch != key:
                 step_bytes = result["facts"][ours]["step_bytes"][batch]
-                rate = spread["median"] / int(batch) * step_bytes
+                rate = samples["median"] / int(batch) * step_bytes
                 row["share of read bandwidth"] = rate / result["read_bytes_per_s"]["median"]
             rows.append(row)
     return rows
@@ -229,10 +229,6 @@ def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
 def _extend(into: dict[str, list[float]], more: dict[str, list[float]]) -> None:
     for key, values in more.items():
         into.setdefault(key, []).extend(values)
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": median(values), "min": min(values), "max": max(values)}
 
 
 def parse() -> argparse.Namespace:

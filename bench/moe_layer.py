@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import signal
 import subprocess
 import sys
@@ -22,14 +21,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from table import describe, spread
 
-from moesaic.audit.bench.report import describe_machine, describe_versions, load_average
+from moesaic.audit.bench.report import load_average
 from moesaic.experts.blob import BlobLayout, pack_expert
 from moesaic.experts.contract import Routing, Tag
 from moesaic.experts.store import ExpertLoader
@@ -173,11 +172,6 @@ def measure(
     return {"shape": shape, "format": format, "batch": batch, "huge_pages": why_not is None, **found}
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and range of samples."""
-    return {"median": median(values), "min": min(values), "max": max(values)}
-
-
 def measure_python(level: str) -> float:
     """Microseconds of a layer's forward at batch 1 beside the native call; the weights are tiny."""
     spec = replace(spec_of("olmoe"), num_experts=8, expert_width=16, row_width=16)
@@ -238,21 +232,16 @@ def main() -> None:
         [one["shape"], one["format"], one["batch"], *(spread(one[name]) for name in figures)]
         for one in results
     ]
-    told = {
-        "title": f"The routed experts of one layer, {args.threads} threads",
-        "kind": "rows",
-        "command": shlex.join(["python", "bench/moe_layer.py", *sys.argv[1:]]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "notes": [
+    told = describe(
+        f"The routed experts of one layer, {args.threads} threads",
+        columns,
+        rows,
+        [
             f"Level {args.level}; load before {load:.1f}.",
             f"Python of a forward at batch 1, its driver counted: {measure_python(args.level):.1f} us.",
             *(() if all(one["huge_pages"] for one in results) else ("Pages were not huge.",)),
         ],
-        "columns": columns,
-        "rows": rows,
-    }
+    )
     if args.json:
         json.dump(told, sys.stdout, indent=2)
         return

@@ -11,17 +11,16 @@ counted. Prompts are other ones in every run, so that nothing is cached.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
-from statistics import median
 from typing import Any
 
 import numpy as np
 from engine_times import run_batch
+from table import describe, spread
 
-from moesaic.audit.bench.report import describe_machine, describe_versions, load_average
+from moesaic.audit.bench.report import load_average
 from moesaic.engine.llm import LLM
 from moesaic.spec.locate import locate
 
@@ -91,28 +90,25 @@ def main() -> None:
             found = run_child(args, ranks, round_)
             samples += found["rates"]
             layout = found["layout"]
-    spreads = [{"min": min(of), "median": median(of), "max": max(of)} for of in rates.values()]
+    spreads = [spread(of) for of in rates.values()]
     ratio = spreads[1]["median"] / spreads[0]["median"]
     each = args.threads // args.ranks
     how = f"{layout['dispatcher']}{' fused' if layout['is_fused'] else ''}"
     name = f"{args.model.rstrip('/').rsplit('/', 1)[-1]} {args.format or ''}".strip()
     if args.json:
-        result = {
-            "title": f"{name}: {args.ranks} ranks of {each} thread next to one process, decode",
-            "kind": "rows",
-            "command": " ".join(["python", "bench/ranks.py", *sys.argv[1:]]),
-            "date": datetime.date.today().isoformat(),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "columns": [
-                "batch", f"one process, {args.threads} threads: tokens/s",
-                f"{args.ranks} ranks, {how}: tokens/s", "ratio", "",
+        verdict = "met" if ratio >= GOAL else f"short of {GOAL:g}x"
+        result = describe(
+            f"{name}: {args.ranks} ranks of {each} thread next to one process, decode",
+            [
+                "batch",
+                f"one process, {args.threads} threads: tokens/s",
+                f"{args.ranks} ranks, {how}: tokens/s",
+                "ratio",
+                "",
             ],
-            "rows": [
-                [args.batch, *spreads, f"{ratio:.2f}", "met" if ratio >= GOAL else f"short of {GOAL:g}x"]
-            ],
-            "notes": [f"Prompts of {PROMPT_LEN} tokens, {args.tokens} more; load {before:.1f} before."],
-        }  # fmt: skip
+            [[args.batch, *spreads, f"{ratio:.2f}", verdict]],
+            [f"Prompts of {PROMPT_LEN} tokens, {args.tokens} more; load {before:.1f} before."],
+        )
         print(json.dumps(result, indent=2))
     else:
         alone, several = (f"{of['median']:.1f} ({of['min']:.1f} to {of['max']:.1f})" for of in spreads)

@@ -11,7 +11,6 @@ same processes, a block of calls at a time.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import multiprocessing
 import os
@@ -20,13 +19,13 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from statistics import median
 from typing import Any
 
 import torch
+from table import describe, spread
 from torch import distributed as dist
 
-from moesaic.audit.bench.report import describe_machine, describe_versions, load_average
+from moesaic.audit.bench.report import load_average
 from moesaic.parallel.gloo import GlooTransport
 from moesaic.parallel.mesh import Mesh
 from moesaic.parallel.segment import LaneSize, Segment, SegmentShape
@@ -130,23 +129,17 @@ def main() -> None:
     for size in SIZES:
         spreads = []
         for name in ("gloo", "shared memory"):
-            micros = [1e6 * seconds for seconds in times[name, size]]
-            spreads.append({"min": min(micros), "median": median(micros), "max": max(micros)})
+            spreads.append(spread([1e6 * seconds for seconds in times[name, size]]))
         ratio = spreads[0]["median"] / spreads[1]["median"]
         is_met &= ratio >= GOALS[size]
         verdict = "met" if ratio >= GOALS[size] else f"short of {GOALS[size]:g}x"
         rows.append([f"{size // 1024} KiB", *spreads, f"{ratio:.1f}", verdict])
-    result = {
-        "title": f"A dispatch and its collect between {args.ranks} processes: gloo and shared memory",
-        "kind": "rows",
-        "command": " ".join(["python", "bench/transport.py", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "columns": ["bytes to each peer", "gloo, us", "shared memory, us", "ratio", ""],
-        "rows": rows,
-        "notes": [f"One thread a process; load average {before:.1f} before."],
-    }
+    result = describe(
+        f"A dispatch and its collect between {args.ranks} processes: gloo and shared memory",
+        ["bytes to each peer", "gloo, us", "shared memory, us", "ratio", ""],
+        rows,
+        [f"One thread a process; load average {before:.1f} before."],
+    )
     if args.json:
         print(json.dumps(result, indent=2))
     else:
