@@ -177,13 +177,15 @@ def test_backends_agree_within_a_tolerance(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "fp8"])
-@pytest.mark.parametrize("backend", backends()[-1:] + backends()[:1])
-@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [(family, backends()[-1]) for family in ("olmoe", "deepseek_v3", "qwen3_next")]
+    # Running states on the reference are slow, and differ in nothing that these do not show.
+    + [(family, "reference") for family in ("olmoe", "deepseek_v3")],
+)
 def test_rounded_keys_and_values_keep_the_promise(
     family: str, backend: str, kv_format: KvFormat, tmp_path: Path
 ) -> None:
-    if family == "qwen3_next" and backend == "reference":
-        pytest.skip("slow, and what differs by backend is shown by the others")
     folder = write_checkpoint(tmp_path, CONFIGS[family](), dtype=torch.bfloat16)
     model = load(folder, num_threads=1, backend=backend, kv_format=kv_format)
     assert model.numerics.effects() == ((f"kv={kv_format}", Effect.LOSSY),)
