@@ -125,7 +125,7 @@ def arrange(
 
 def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None, is_native: bool) -> Arrangement:
     num_ranks = wish.num_ranks or (1 if started is None else started.num_ranks)
-    if wish.dispatcher in NOT_BUILT:
+    if wish.dispatcher is not None and wish.dispatcher in NOT_BUILT:
         raise ConfigError(
             f"dispatcher {wish.dispatcher} does not run yet ({NOT_BUILT[wish.dispatcher]}): "
             f"{_runnable(num_ranks)}"
