@@ -22,6 +22,7 @@ from torch import Tensor
 from moesaic.experts.contract import ExpertBatch, ExpertSide, Routing, Tag, Ticket, TokenSide
 from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.wire import from_bytes, round_to_wire, to_bytes
+from moesaic.parallel.dispatch.following import Following
 from moesaic.parallel.dispatch.message import (
     Jobs,
     Returns,
@@ -35,11 +36,10 @@ from moesaic.parallel.dispatch.message import (
     sort_jobs,
     starts,
 )
-from moesaic.parallel.dispatch.slots import layer_tables
 from moesaic.parallel.transport import Arrival, Purpose, Transport
 from moesaic.parallel.tree import combine_choices, combine_subtrees, evaluate_subtrees, weigh
 from moesaic.placement.choice import ReplicaChoice
-from moesaic.spec.experts import ExpertPlan, IntArray
+from moesaic.spec.experts import ExpertPlan
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import Numerics, wire_row_bytes
 from moesaic.steps import Wait
@@ -66,7 +66,7 @@ class _Received:
     by_source: list[Jobs]
 
 
-class Exchange(TokenSide, ExpertSide):
+class Exchange(Following, TokenSide, ExpertSide):
     """Both sides of one rank of expert parallelism, for all layers.
 
     Every rank takes part in every exchange, with or without tokens, with or without experts.
@@ -96,48 +96,21 @@ class Exchange(TokenSide, ExpertSide):
         self._numerics = numerics
         self.transport = transport
         self._returns = returns
-        self._moe_layers = tuple(moe_layers)
-        self._replica_choice = replica_choice
-        self._group_size = group_size
-        self._loads: Sequence[IntArray] | None = None
-        self._place(plan, slots)
+        super().__init__(
+            moe_layers,
+            plan,
+            transport.num_ranks,
+            group_size=group_size,
+            group_id=transport.rank // group_size,
+            slots=slots,
+            replica_choice=replica_choice,
+        )
         self._num_groups = -(-transport.num_ranks // group_size)
         self._seam, self._partial = torch_dtype(numerics.seam_dtype), torch_dtype(numerics.partial_dtype)
         self._wire = numerics.wire_format
         self._arrivals: dict[Tag, Arrival] = {}
         self._received: dict[Tag, _Received] = {}
         self._returns_of: dict[Tag, Arrival] = {}
-
-    # ---- between steps ----
-
-    def adopt(self, plan: ExpertPlan) -> None:
-        """Send rows to where another plan has the experts, from the next step on.
-
-        Raises: as the constructor.
-        """
-        self._place(plan, None)
-
-    def observe(self, loads: Sequence[IntArray]) -> None:
-        """The tokens that chose each expert of late, over all ranks: what `least-loaded` goes by.
-
-        Shapes:  per MoE layer [E].
-        """
-        self._loads = loads
-        if self._replica_choice == "least-loaded":
-            self._place(self._plan, None)
-
-    def _place(self, plan: ExpertPlan, slots: Sequence[Tensor] | None) -> None:
-        self._layers = layer_tables(
-            self._moe_layers,
-            plan,
-            self.transport.num_ranks,
-            group_size=self._group_size,
-            group_id=self.transport.rank // self._group_size,
-            slots=slots,
-            choice=self._replica_choice,
-            loads=self._loads,
-        )
-        self._plan = plan
 
     # ---- the token side ----
 

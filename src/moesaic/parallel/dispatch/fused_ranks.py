@@ -25,18 +25,19 @@ from moesaic.kernels.native.moe_ranks import RankLane
 from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.ops import Ops
 from moesaic.kernels.wire import round_to_wire
-from moesaic.parallel.dispatch.slots import LayerTable, layer_tables
+from moesaic.parallel.dispatch.following import Following
+from moesaic.parallel.dispatch.slots import LayerTable
 from moesaic.parallel.meter import Meter
 from moesaic.parallel.segment import compiled_wires
 from moesaic.parallel.shared_memory import SharedMemoryTransport
 from moesaic.placement.choice import ReplicaChoice
-from moesaic.spec.experts import ExpertPlan, IntArray
+from moesaic.spec.experts import ExpertPlan
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import Numerics
 from moesaic.steps import Steps, Wait
 
 
-class FusedRanks:
+class FusedRanks(Following):
     """One rank of expert parallelism, for all layers: what makes each layer's `RoutedExperts`."""
 
     def __init__(
@@ -59,32 +60,8 @@ class FusedRanks:
                 "has it"
             )
         self.transport = transport
-        self._moe_layers = tuple(moe_layers)
-        self._replica_choice = replica_choice
-        self._loads: Sequence[IntArray] | None = None
-        self._place(plan, slots)
+        super().__init__(moe_layers, plan, transport.num_ranks, slots=slots, replica_choice=replica_choice)
         self._lanes: list[RankLane] = []
-
-    def adopt(self, plan: ExpertPlan) -> None:
-        """As `Exchange.adopt`."""
-        self._place(plan, None)
-
-    def observe(self, loads: Sequence[IntArray]) -> None:
-        """As `Exchange.observe`."""
-        self._loads = loads
-        if self._replica_choice == "least-loaded":
-            self._place(self._plan, None)
-
-    def _place(self, plan: ExpertPlan, slots: Sequence[Tensor] | None) -> None:
-        self.tables = layer_tables(
-            self._moe_layers,
-            plan,
-            self.transport.num_ranks,
-            slots=slots,
-            choice=self._replica_choice,
-            loads=self._loads,
-        )
-        self._plan = plan
 
     @property
     def lanes(self) -> Sequence[RankLane]:
@@ -130,11 +107,11 @@ class _FusedLayer(RoutedExperts):
         self._wire = ops.numerics.wire_format
         self._is_rounded = self._wire != ops.numerics.seam_dtype
         self._first = ranks.transport.rank + layer_idx  # turns among copies start elsewhere, as in `Exchange`
-        self._point_to(store.table(layer_idx), ranks.tables[layer_idx])
+        self._point_to(store.table(layer_idx), ranks._layers[layer_idx])
 
     def forward(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Steps[Tensor]:
         """y_TD [T, D] in the seam dtype: the weighted sum over each token's choices."""
-        table, slots = self._store.table(self._layer_idx), self._ranks.tables[self._layer_idx]
+        table, slots = self._store.table(self._layer_idx), self._ranks._layers[self._layer_idx]
         if table is not self._table or slots is not self._slots:
             self._point_to(table, slots)
         if self._is_rounded:
