@@ -17,6 +17,7 @@ from moesaic.kernels.ops import choose
 from moesaic.parallel.dispatch.fused import Fused
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
+from moesaic.parallel.meter import Meter
 from moesaic.spec.experts import ExpertPlan
 from moesaic.spec.model import GateSpec, MoeSpec
 from moesaic.spec.numerics import DType, Format, FormatMap, FormatPair, Numerics, preset
@@ -69,8 +70,8 @@ class Case:
         local = Local(((LAYER, self.spec),), self.ops.numerics, self.plan)
         return Staged(tokens=local, experts=local, ffn=LoopFfn(self.spec, self.store, self.ops))
 
-    def fused(self) -> Fused:
-        return Fused(LAYER, self.spec, self.store, self.ops)
+    def fused(self, meter: Meter | None = None) -> Fused:
+        return Fused(LAYER, self.spec, self.store, self.ops, meter)
 
 
 def make_case(

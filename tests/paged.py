@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moesaic.experts.contract import Tag
+from moesaic.experts.contract import Observe, Tag
 from moesaic.kv.pool import BatchLayout, KvPool
 from moesaic.models.build import LoadedModel
-from moesaic.models.moe_block import Observe
 from moesaic.sched.ledger import NO_BLOCK, cache_groups
 from moesaic.sched.step import RowPlan
 from moesaic.steps import drive

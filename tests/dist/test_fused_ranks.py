@@ -161,7 +161,7 @@ def test_a_slow_rank_delays_its_own_rows_only() -> None:
     for _ in range(3):
         assert not calls[0].ready()
         assert not calls[1].ready()
-    early_TD = torch.cat([call.y_TD for call in calls[:2]])
+    early_TD = torch.cat([call._held[2] for call in calls[:2]])
     opened = [rank.fused.lanes[0].counts for rank in ranks[:2]]
     assert sum(one.jobs for one in opened) == 200 * 6, "all jobs of both are done"
     last = drive_ready([_finish(step, call) for step, call in zip(steps, calls, strict=True)])

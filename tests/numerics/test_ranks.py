@@ -89,6 +89,9 @@ def test_ranks_answer_as_one_process_does_and_end_with_their_controller(
         fastest = ("shared_memory", True) if native.levels() else ("exchange", False)
         if num_ranks == 2:  # nothing was said
             assert (found.active["layout"]["dispatcher"], found.active["layout"]["is_fused"]) == fastest
+        for spent in (found.ranks.compute_s, found.ranks.transfer_s, found.ranks.wait_s):
+            assert len(spent) == num_ranks
+            assert min(spent.values()) > 0.0
         # Every rank has the dense weights, and its own experts alone.
         assert alone.snapshot.weight_bytes < found.weight_bytes < num_ranks * alone.snapshot.weight_bytes
         assert choices_of(llm) == alone.choices

@@ -163,11 +163,11 @@ class Worker:
 
     def _reading(self) -> FloatArray:
         """Jobs, seconds of transfer and of waiting, and bytes sent to each rank, all since the start."""
-        meter, traffic = self._meter, self._traffic
+        found, traffic = self._meter.read(), self._traffic
         if traffic is None:
-            return np.array([meter.jobs(), meter.transfer_s, 0.0, 0.0])
-        sent_W = traffic.send_bytes + traffic.collect_bytes
-        return np.array([meter.jobs(), meter.transfer_s, traffic.wait_s, *sent_W.tolist()])
+            return np.array([found.num_jobs, found.transfer_s, found.wait_s, 0.0])
+        sent_W, wait_s = traffic.send_bytes + traffic.collect_bytes, found.wait_s + traffic.wait_s
+        return np.array([found.num_jobs, found.transfer_s, wait_s, *sent_W.tolist()])
 
     def _rank_step(self, spent: FloatArray, step_s: float) -> RankStep:
         num_jobs, transfer_s, wait_s, *sent_bytes = spent.tolist()

@@ -7,7 +7,7 @@ first test.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -43,6 +43,11 @@ class Routing:
 
     experts_TK: Tensor
     weights_TK: Tensor
+
+
+Observe = Callable[[int, Routing], None]
+"""Told the MoE layer's number (counted over the MoE layers, from 0) and what its router chose: tensors that
+may be written again in the next step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -148,4 +153,12 @@ class RoutedExperts(Protocol):
 
         Yields at least once, after the rows are sent: the caller's shared expert runs there.
         """
+        ...
+
+
+class SparseHalf(Protocol):
+    """x + experts(norm(x)) as one: norm, router, routed experts and the residual."""
+
+    def forward(self, x_TD: Tensor, tag: Tag, observe: Observe | None) -> Steps[Tensor]:
+        """The residual stream after it, in the seam dtype."""
         ...

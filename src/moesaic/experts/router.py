@@ -11,6 +11,8 @@ from torch import Tensor
 
 from moesaic.errors import ConfigError
 from moesaic.experts.contract import Routing
+from moesaic.kernels.native.ops import NativeOps
+from moesaic.kernels.native.router import RouterLayer
 from moesaic.kernels.ops import Ops
 from moesaic.spec.model import MoeSpec
 
@@ -77,6 +79,25 @@ class Router:
             self._expert_scale_E,
         )
         return Routing(experts_TK=experts_TK, weights_TK=weights_TK)
+
+    def fused(self, layer_idx: int, norm_D: Tensor | None, norm_eps: float) -> RouterLayer | None:
+        """This and a root-mean-square norm before it, for calls that begin with them; None for what they do
+        not do."""
+        assert self._weight_ED is not None, "checked at construction"
+        is_plain = self._input_norm is None and self._spec.gate.score != "sparsemixer"
+        is_plain &= self._weight_ED.shape[1] == self._spec.row_width
+        if not (is_plain and isinstance(self._ops, NativeOps)):
+            return None
+        return self._ops.router_layer(
+            layer_idx,
+            self._spec,
+            self._weight_ED,
+            norm_D=norm_D,
+            norm_eps=norm_eps,
+            logit_bias_E=self._logit_bias_E,
+            selection_bias_E=self._selection_bias_E,
+            expert_scale_E=self._expert_scale_E,
+        )
 
 
 def _check(spec: MoeSpec) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moesaic.errors import UnsupportedModelError, nearest
-from moesaic.experts.contract import ExpertSide, RoutedExperts, TokenSide
+from moesaic.experts.contract import ExpertSide, RoutedExperts, SparseHalf, TokenSide
 from moesaic.experts.ffn import LoopFfn
 from moesaic.experts.router import Router
 from moesaic.experts.store import ExpertLoader, ResidentStore, arena_runs, held_experts
@@ -54,7 +54,7 @@ from moesaic.models.weights import (
     widened_bytes_of,
 )
 from moesaic.parallel.dispatch.fused import Fused
-from moesaic.parallel.dispatch.fused_ranks import FusedRanks
+from moesaic.parallel.dispatch.fused_ranks import FusedLayer, FusedRanks
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
 from moesaic.parallel.meter import Meter
@@ -398,11 +398,14 @@ class _Parts:
             )
         if layer.ffn is not None:
             has_own_norms = isinstance(layer.ffn, MoeSpec) and layer.ffn.has_branch_norms
-            ffn = FfnHalf(
-                norm=None if has_own_norms else self.norm(norms, "ffn"),
-                ffn=self.ffn(layer_idx, layer.ffn),
-                out_norm=self.norm(norms, "ffn_out") if layer.has_out_norms else None,
-                scale=scale,
+            ffn = self.fused_ffn(
+                FfnHalf(
+                    layer_idx=layer_idx,
+                    norm=None if has_own_norms else self.norm(norms, "ffn"),
+                    ffn=self.ffn(layer_idx, layer.ffn),
+                    out_norm=self.norm(norms, "ffn_out") if layer.has_out_norms else None,
+                    scale=scale,
+                )
             )
         return DecoderLayer(mixer=mixer, ffn=ffn, scale=norms.get("scale"))
 
@@ -466,11 +469,29 @@ class _Parts:
         return None if self.tensor is None else self.tensor.ranks.sums(layer_idx)
 
     def fused(self, layer_idx: int, half: MixerHalf) -> MixerHalf | FusedGqa:
-        """In one call where one rank has the layer and kernels can; else part by part, with the same bits."""
-        is_plain = half.out_norm is None and half.scale == 1.0 and isinstance(self.dispatcher, Local)
+        """In one call where this rank has all heads and kernels can; else in parts, with the same bits."""
+        is_plain = half.out_norm is None and half.scale == 1.0
         if is_plain and isinstance(half.mixer, GqaAttention) and isinstance(half.norm, RmsNorm):
             return half.mixer.fused(layer_idx, half.norm) or half
         return half
+
+    def fused_ffn(self, half: FfnHalf) -> FfnHalf | SparseHalf:
+        """In one call where the experts are one and the call does all that is beside them; else part by part,
+        with the same bits."""
+        block, norm = half.ffn, half.norm
+        if not (isinstance(block, MoeBlock) and isinstance(norm, RmsNorm)):
+            return half
+        is_plain = half.out_norm is None and half.scale == 1.0
+        if not (
+            is_plain and isinstance(block.router, Router) and isinstance(block.routed, Fused | FusedLayer)
+        ):
+            return half
+        router, shared = block.router.fused(half.layer_idx, norm.weight_D, norm.eps), None
+        if isinstance(block.shared, DenseBlock):
+            shared = block.shared.fused(half.layer_idx)
+        if router is None or (shared is None and block.shared is not None):
+            return half
+        return block.routed.half(block.moe_idx, router, shared) or half
 
     def rope(self, spec: RopeSpec) -> RopeTable:
         """The table of a spec, shared by all layers that have it."""

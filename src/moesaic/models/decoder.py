@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moesaic.experts.contract import Tag
+from moesaic.experts.contract import Observe, SparseHalf, Tag
 from moesaic.kernels.ops import Ops
 from moesaic.kernels.panel import Weight
 from moesaic.kv.pool import BatchLayout, KvPool
 from moesaic.layers.attention import FusedGqa
-from moesaic.models.moe_block import Dense, MoeBlock, Norm, Observe
+from moesaic.models.moe_block import Dense, MoeBlock, Norm
 from moesaic.steps import Steps
 
 
@@ -48,6 +48,7 @@ class MixerHalf:
 class FfnHalf:
     """x + scale * out_norm(ffn(norm(x))); without `norm` the sparse half has norms of its own."""
 
+    layer_idx: int
     norm: Norm | None
     ffn: Dense | MoeBlock
     out_norm: Norm | None = None
@@ -57,6 +58,7 @@ class FfnHalf:
         """The residual stream after it, in the seam dtype."""
         y_TD = x_TD if self.norm is None else self.norm(x_TD)
         if isinstance(self.ffn, MoeBlock):
+            tag = replace(tag, layer_idx=self.layer_idx)
             y_TD = yield from self.ffn.forward(y_TD, tag, observe)
         else:
             y_TD = yield from self.ffn.forward(y_TD, tag.micro_batch)
@@ -69,7 +71,7 @@ class DecoderLayer:
     """One layer; a half that is None is left out, and `scale` [1] multiplies what comes out."""
 
     mixer: MixerHalf | FusedGqa | None
-    ffn: FfnHalf | None
+    ffn: FfnHalf | SparseHalf | None
     scale: Tensor | None = None
 
 
@@ -126,7 +128,7 @@ class Decoder:
                 view: Any = pool.view(layer_idx, batch)
                 x_TD = yield from layer.mixer.forward(x_TD, batch.positions_T, view, tag.micro_batch)
             if layer.ffn is not None:
-                x_TD = yield from layer.ffn.forward(x_TD, replace(tag, layer_idx=layer_idx), observe)
+                x_TD = yield from layer.ffn.forward(x_TD, tag, observe)
             if layer.scale is not None:
                 x_TD = x_TD * layer.scale
         return self.norm(x_TD)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from moesaic.kernels.native.ops import NativeOps
+from moesaic.kernels.native.shared import SharedLayer
 from moesaic.kernels.ops import Ops
 from moesaic.kernels.panel import Weight
 from moesaic.layers.linear import SharedSum, WeightSet
@@ -50,3 +52,16 @@ class DenseBlock:
             return y_TD
         open_T1 = ops.sigmoid(self._open(x_TD))
         return (open_T1 * y_TD.float()).to(y_TD.dtype)
+
+    def fused(self, layer_idx: int) -> SharedLayer | None:
+        """This as the shared expert of a call that has the routed ones, too; None for what such a call does
+        not do.
+
+        Raises: ConfigError as `NativeOps.shared_layer`.
+        """
+        if self._down.is_shared or not isinstance(self._ops, NativeOps):
+            return None
+        linears = {"gate": self._gate, "up": self._up, "open": self._open}
+        weights = {name: linear.weight_FD for name, linear in linears.items() if linear is not None}
+        weights["down"] = self._down.weight_DF
+        return self._ops.shared_layer(layer_idx, self._spec, weights)

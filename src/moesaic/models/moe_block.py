@@ -11,14 +11,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moesaic.experts.contract import RoutedExperts, Routing, Tag
+from moesaic.experts.contract import Observe, RoutedExperts, Routing, Tag
 from moesaic.steps import Steps
 
 Norm = Callable[[Tensor], Tensor]
 """Of rows [T, D], the same shape and dtype."""
-
-Observe = Callable[[int, Routing], None]
-"""Told the MoE layer's number (counted over the MoE layers, from 0) and what its router chose."""
 
 
 class Dense(Protocol):

@@ -202,7 +202,7 @@ METRICS: tuple[Metric, ...] = (
             help=f"Time of the steps committed that this rank spent {what}.",
         )
         for name, what in (
-            ("compute", "computing; where layers are one native call over ranks, in all of it"),
+            ("compute", "computing: all that is neither transfer nor waiting"),
             ("transfer", "packing, handing over and unpacking messages"),
             ("wait", "waiting for other ranks"),
         )

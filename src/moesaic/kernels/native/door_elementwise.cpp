@@ -50,7 +50,7 @@ void act(Kernels& kernels, int function, uintptr_t gate, uintptr_t up, uintptr_t
   if (rows > 1 && (gate_stride < columns || (up != 0 && up_stride < columns)))
     fail(name, "strides of " + std::to_string(gate_stride) + " and " + std::to_string(up_stride) +
                    " must not be below the columns");
-  run(kernels, call, kernels.table->act_rows);
+  run_act(kernels, call);
 }
 
 void softmax(Kernels& kernels, uintptr_t x, uintptr_t y, int64_t rows, int64_t columns) {
@@ -64,6 +64,8 @@ void softmax(Kernels& kernels, uintptr_t x, uintptr_t y, int64_t rows, int64_t c
 }
 
 }  // namespace
+
+void run_act(Kernels& kernels, const Elementwise& call) { run(kernels, call, kernels.table->act_rows); }
 
 void bind_elementwise(nb::class_<Kernels>& kernels) {
   kernels

@@ -118,17 +118,6 @@ void gate(Kernels& kernels, uintptr_t logits, uintptr_t selection_bias, uintptr_
           uintptr_t weights, int64_t rows, int64_t experts, int64_t chosen, int64_t groups, int64_t groups_kept,
           bool is_sigmoid, bool is_topk_first, bool is_top2_sum, bool is_renormalised, float epsilon, float floor,
           float scale) {
-  check_range("gate: rows", rows, 0, INT32_MAX);
-  check_range("gate: experts", experts, 1, 1 << 20);
-  check_range("gate: chosen experts", chosen, 1, experts);
-  check_range("gate: groups", groups, 1, experts);
-  check_range("gate: groups of a row", groups_kept, 1, groups);
-  if (experts % groups != 0) fail("gate: " + text(groups) + " groups do not divide " + text(experts) + " experts");
-  if (groups_kept * (experts / groups) < chosen)
-    fail("gate: " + text(groups_kept) + " groups of " + text(experts / groups) + " leave fewer than " + text(chosen) +
-         " experts");
-  if (rows == 0) return;
-  check_there("gate", logits != 0 && ids != 0 && weights != 0);
   const Gate call{reinterpret_cast<const float*>(logits),
                   reinterpret_cast<const float*>(selection_bias),
                   reinterpret_cast<const float*>(expert_scale),
@@ -136,7 +125,10 @@ void gate(Kernels& kernels, uintptr_t logits, uintptr_t selection_bias, uintptr_
                   reinterpret_cast<float*>(weights),
                   rows, experts, chosen, groups, groups_kept, is_sigmoid, is_topk_first, is_top2_sum, is_renormalised,
                   epsilon, floor, scale};
-  share(kernels, call, rows, rows * experts, std::max<int64_t>(1, 4096 / experts), gate_task);
+  check_gate(call);
+  if (rows == 0) return;
+  check_there("gate", logits != 0 && ids != 0 && weights != 0);
+  run_gate(kernels, call);
 }
 
 // Sequences that follow each other in the batch, each with slots of its own to write.
@@ -222,6 +214,24 @@ void run_norm(Kernels& kernels, const Norm& call) {
 void run_rotation(Kernels& kernels, const Rotation& call) {
   const int64_t numbers = call.heads * call.width;
   share(kernels, call, call.tokens, call.tokens * numbers, std::max<int64_t>(1, 8192 / numbers), rotate_task);
+}
+
+void check_gate(const Gate& call) {
+  check_range("gate: rows", call.rows, 0, INT32_MAX);
+  check_range("gate: experts", call.experts, 1, 1 << 20);
+  check_range("gate: chosen experts", call.chosen, 1, call.experts);
+  check_range("gate: groups", call.groups, 1, call.experts);
+  check_range("gate: groups of a row", call.groups_kept, 1, call.groups);
+  const int64_t of_group = call.experts / call.groups;
+  if (call.experts % call.groups != 0)
+    fail("gate: " + text(call.groups) + " groups do not divide " + text(call.experts) + " experts");
+  if (call.groups_kept * of_group < call.chosen)
+    fail("gate: " + text(call.groups_kept) + " groups of " + text(of_group) + " leave fewer than " +
+         text(call.chosen) + " experts");
+}
+
+void run_gate(Kernels& kernels, const Gate& call) {
+  share(kernels, call, call.rows, call.rows * call.experts, std::max<int64_t>(1, 4096 / call.experts), gate_task);
 }
 
 void bind_layers(nb::class_<Kernels>& kernels) {

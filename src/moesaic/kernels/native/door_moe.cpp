@@ -39,6 +39,9 @@ struct MoeRun {
   std::vector<Task> tasks;
   std::vector<int32_t> offsets, choice_of_job, job_of_choice, active, place;
   Buffer rows[kForms], hidden, out;
+  Buffer normed, logits, shared;  // of a call that begins with norm and router
+  std::mutex half;                // held by that call
+  Added added{};
   std::vector<std::atomic<int32_t>> inner_left;  // by slot; it only grows by being replaced
   std::atomic<int64_t> rows_left{0}, down_left{0};
   std::atomic<bool> is_late{false};
@@ -89,7 +92,9 @@ void run_task(void* context, int64_t at) {
       run.down_left.fetch_sub(1);
       break;
     case Stage::kCombine:
-      if (run.wait_for(run.down_left)) run.table->moe_combine(run.call, task.first, task.end);
+      if (!run.wait_for(run.down_left)) return;
+      run.table->moe_combine(run.call, task.first, task.end);
+      add_all(*run.table, run.call, run.added, task.first, task.end);
       break;
   }
 }
@@ -211,18 +216,24 @@ void run_tasks(Kernels& kernels, MoeRun& run, const MoeLayer& layer, double time
   throw TimedOut(layer.name() + ": stage " + run.stage() + " did not end within " + std::to_string(timeout_s) + " s");
 }
 
-void moe(Kernels& kernels, const MoeLayer& layer, uintptr_t x, int64_t num_x, uintptr_t experts, int64_t num_experts,
-         uintptr_t weights, int64_t num_weights, uintptr_t y, int64_t num_tokens, double timeout_s) {
-  check_call(layer, num_tokens, num_x, num_experts, num_weights);
+void check_timeout(const MoeLayer& layer, double timeout_s) {
   if (!(timeout_s >= 0.0 && timeout_s <= 1e6))
     fail(layer.name(), "a time-out must be in 0 to 1e6 s, got " + std::to_string(timeout_s));
-  if (num_tokens > 0 && (x == 0 || experts == 0 || weights == 0 || y == 0))
+}
+
+void check_storage(const MoeLayer& layer, int64_t num_tokens, bool is_there) {
+  if (num_tokens > 0 && !is_there)
     fail(layer.name(), "a tensor of " + std::to_string(num_tokens) + " tokens has no storage");
+}
+
+// Of checked arguments.
+void run_moe(Kernels& kernels, const MoeLayer& layer, const void* x, const int64_t* experts, const float* weights,
+             const Added& added, void* y, int64_t num_tokens, double timeout_s) {
   std::lock_guard<std::mutex> turn(kernels.turn);
   kernels.team.check();
   MoeRun& run = kernels.moe_run();
   run.table = kernels.table;
-  sort_choices(run, layer, reinterpret_cast<const int64_t*>(experts), num_tokens);
+  sort_choices(run, layer, experts, num_tokens);
   Moe& call = run.call;
   call.width = layer.width;
   call.inner_width = layer.inner_width;
@@ -231,15 +242,46 @@ void moe(Kernels& kernels, const MoeLayer& layer, uintptr_t x, int64_t num_x, ui
   call.is_weight_on_input = layer.is_weight_on_input;
   call.seam = layer.seam;
   call.activation = layer.activation;
-  call.x = reinterpret_cast<const void*>(x);
-  call.weights = reinterpret_cast<const float*>(weights);
-  call.y = reinterpret_cast<void*>(y);
+  call.x = x;
+  call.weights = weights;
+  call.y = y;
   call.num_tokens = num_tokens;
   call.num_rows = layer.is_weight_on_input ? num_tokens * layer.num_choices : num_tokens;
+  run.added = added;
   lay_out(run, layer);
   make_tasks(run, layer);
   count(run, layer);
   run_tasks(kernels, run, layer, timeout_s);
+}
+
+void moe(Kernels& kernels, const MoeLayer& layer, uintptr_t x, int64_t num_x, uintptr_t experts, int64_t num_experts,
+         uintptr_t weights, int64_t num_weights, uintptr_t y, int64_t num_tokens, double timeout_s) {
+  check_call(layer, num_tokens, num_x, num_experts, num_weights);
+  check_timeout(layer, timeout_s);
+  check_storage(layer, num_tokens, x != 0 && experts != 0 && weights != 0 && y != 0);
+  run_moe(kernels, layer, reinterpret_cast<const void*>(x), reinterpret_cast<const int64_t*>(experts),
+          reinterpret_cast<const float*>(weights), {}, reinterpret_cast<void*>(y), num_tokens, timeout_s);
+}
+
+// y = x + experts(norm(x)), the shared expert among them: the sparse half of a layer. Writes what was chosen, [T, K] each.
+void moe_half(Kernels& kernels, const RouterLayer& router, const SharedLayer* shared, const MoeLayer& layer,
+              uintptr_t x, int64_t num_x, uintptr_t experts, uintptr_t weights, uintptr_t y, int64_t num_tokens, double timeout_s) {
+  check_fit(router, shared, layer);
+  check_call(layer, num_tokens, num_x, num_tokens * layer.num_choices, num_tokens * layer.num_choices);
+  check_timeout(layer, timeout_s);
+  check_storage(layer, num_tokens, x != 0 && experts != 0 && weights != 0 && y != 0);
+  MoeRun& run = kernels.moe_run();
+  std::lock_guard<std::mutex> half(run.half);
+  kernels.team.check();
+  const void* of_x = reinterpret_cast<const void*>(x);
+  const RouterRows rows{run.normed.of(num_tokens * layer.width * bytes_of(layer.seam)),
+                        reinterpret_cast<float*>(run.logits.of(num_tokens * router.weight.columns * sizeof(float))),
+                        reinterpret_cast<int64_t*>(experts), reinterpret_cast<float*>(weights)};
+  run_router(kernels, router, of_x, num_tokens, rows);
+  const void* of_shared =
+      shared == nullptr ? nullptr : run_shared(kernels, *shared, rows.normed, num_tokens, run.shared);
+  run_moe(kernels, layer, rows.normed, rows.experts, rows.weights, {{of_shared, of_x}}, reinterpret_cast<void*>(y), num_tokens,
+          timeout_s);
 }
 
 const void* check_bias(const std::string& name, const Matrix& weight, uintptr_t bias, int64_t num_bytes) {
@@ -297,6 +339,20 @@ void make_layer(MoeLayer* self, int64_t layer_idx, int64_t width, int64_t inner_
 
 }  // namespace
 
+void check_fit(const RouterLayer& router, const SharedLayer* shared, const MoeLayer& layer) {
+  if (router.width != layer.width || router.gate.chosen != layer.num_choices || router.seam != layer.seam)
+    fail(layer.name(), "its router has rows of " + std::to_string(router.width) + " and " +
+                           std::to_string(router.gate.chosen) + " choices, not " + std::to_string(layer.width) +
+                           " and " + std::to_string(layer.num_choices) + ", or rows of another kind");
+  if (shared == nullptr) return;
+  const bool is_whole = shared->up.data != nullptr && shared->down.data != nullptr;
+  if (shared->width != layer.width || shared->seam != layer.seam)
+    fail(layer.name(), "the shared expert has rows of " + std::to_string(shared->width) + ", not " +
+                           std::to_string(layer.width) + ", or rows of another kind");
+  if (!is_whole || (shared->is_gated && shared->gate.data == nullptr))
+    fail(layer.name(), "not all weights of the shared expert were given");
+}
+
 void bind_moe(nb::module_& module, nb::class_<Kernels>& kernels) {
   nb::exception<TimedOut>(module, "TimedOut", PyExc_TimeoutError);
   nb::class_<MoeLayer>(module, "MoeLayer")
@@ -311,6 +367,9 @@ void bind_moe(nb::module_& module, nb::class_<Kernels>& kernels) {
   kernels
       .def("moe", moe, nb::call_guard<nb::gil_scoped_release>(), nb::arg("layer"), nb::arg("x"), nb::arg("num_x"),
            nb::arg("experts"), nb::arg("num_experts"), nb::arg("weights"), nb::arg("num_weights"), nb::arg("y"),
+           nb::arg("num_tokens"), nb::arg("timeout_s"))
+      .def("moe_half", moe_half, nb::call_guard<nb::gil_scoped_release>(), nb::arg("router"),
+           nb::arg("shared").none(), nb::arg("layer"), nb::arg("x"), nb::arg("num_x"), nb::arg("experts"), nb::arg("weights"), nb::arg("y"),
            nb::arg("num_tokens"), nb::arg("timeout_s"))
       .def("moe_counts", [](Kernels& self) {
         std::lock_guard<std::mutex> turn(self.turn);

@@ -20,6 +20,10 @@ constexpr size_t kBlocksAtOnce = 64;  // looked at while nothing else is to be d
 
 int64_t whole_lines(int64_t num_bytes) { return (num_bytes + kLine - 1) / kLine * kLine; }
 
+int64_t ns_since(Clock::time_point began) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - began).count();
+}
+
 }  // namespace
 
 MoeRanks::MoeRanks(Kernels& kernels, const Wire& wire, int64_t lane, int64_t max_choices, int64_t* sent,
@@ -108,26 +112,44 @@ void MoeRanks::take_own() {
   index(own, static_cast<int64_t>(own_jobs_.size()));
 }
 
-void MoeRanks::begin(const RankCall& call) {
-  const MoeLayer& layer = *call.layer;
-  const int64_t num_choices = call.num_tokens * layer.num_choices;
-  const int64_t needed = num_choices * call.layer->width * bytes_of(layer.seam);
+const uint8_t* MoeRanks::route(const RouterLayer& router, const void* x, int64_t num_tokens, int64_t* experts,
+                               float* weights) {
+  const RouterRows rows{normed_.of(num_tokens * router.width * bytes_of(router.seam)),
+                        reinterpret_cast<float*>(logits_.of(num_tokens * router.weight.columns * sizeof(float))),
+                        experts, weights};
+  run_router(kernels_, router, x, num_tokens, rows);
+  return rows.normed;
+}
+
+void MoeRanks::share(const SharedLayer& shared) {
+  call_.added.rows[0] = run_shared(kernels_, shared, call_.x, call_.num_tokens, shared_);
+}
+
+void MoeRanks::check(const MoeLayer& layer, const SlotTable& slots, int64_t num_tokens) const {
+  const int64_t num_choices = num_tokens * layer.num_choices;
+  const int64_t needed = num_choices * layer.width * bytes_of(layer.seam);
   const int64_t sent = static_cast<int64_t>(sizeof(RankHead)) + num_choices * static_cast<int64_t>(sizeof(RankJob)) +
-                       call.num_tokens * layer.width * bytes_of(layer.seam);
+                       num_tokens * layer.width * bytes_of(layer.seam);
   if (!is_over_) fail(layer.name(), "the turn before is not over");
   if (num_choices > max_choices_ || whole_lines(max_choices_ * 8) + needed > wire_.lane(lane_).return_bytes ||
       sent > wire_.lane(lane_).inbox_bytes)
-    fail(layer.name(), std::to_string(call.num_tokens) + " tokens are more than the memory that ranks share is made for");
-  if (static_cast<int>(call.slots->first_place.size()) != wire_.num_ranks + 1)
+    fail(layer.name(), std::to_string(num_tokens) + " tokens are more than the memory that ranks share is made for");
+  if (static_cast<int>(slots.first_place.size()) != wire_.num_ranks + 1)
     fail(layer.name(), "its slots are on other ranks than there are");
+}
+
+void MoeRanks::begin(const RankCall& call) {
+  const MoeLayer& layer = *call.layer;
+  const Clock::time_point began = Clock::now();
   sort(call);
   call_ = call;
   ++turn_;
   is_over_ = false;
   error_.clear();
-  iota_.resize(std::max<size_t>(iota_.size(), num_choices));
+  iota_.resize(std::max<size_t>(iota_.size(), call.num_tokens * layer.num_choices));
   std::iota(iota_.begin(), iota_.end(), 0);
   for (int step = 1; step < wire_.num_ranks; ++step) send((wire_.rank + step) % wire_.num_ranks);
+  send_ns += ns_since(began);
 
   const size_t num_slots = layer.slots.size();
   pending_.assign(num_slots, 0);
@@ -240,8 +262,16 @@ bool MoeRanks::pick_block(Pick& pick) {
   return false;
 }
 
+// Under the lock.
+void MoeRanks::set_idle(bool& was_idle, bool is_idle) {
+  if (was_idle == is_idle) return;
+  was_idle = is_idle;
+  num_busy_ += is_idle ? -1 : 1;
+  if (num_busy_ == 0) idle_since_ = Clock::now();
+  if (num_busy_ == 1 && !is_idle) wait_ns += ns_since(idle_since_);
+}
+
 MoeRanks::Pick MoeRanks::next() {
-  std::lock_guard<std::mutex> lock(mutex_);
   if (!error_.empty()) return {Kind::kOver, nullptr, 0, 0};
   Group* free = nullptr;
   bool is_filling = false;
@@ -263,9 +293,15 @@ MoeRanks::Pick MoeRanks::next() {
 
 void MoeRanks::work() {
   RankPatience patience;
+  bool is_idle = true;
   while (true) {
     const uint32_t heard = wire_.heard();
-    const Pick pick = next();
+    Pick pick;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      pick = next();
+      set_idle(is_idle, pick.kind == Kind::kNothing || pick.kind == Kind::kOver);
+    }
     switch (pick.kind) {
       case Kind::kOver:
         if (kernels_.team.num_threads() > 1) wire_.ring(wire_.rank);  // others of this team may sleep
@@ -289,7 +325,7 @@ void MoeRanks::work() {
         run_task(*pick.group, pick.at);
         break;
       case Kind::kCombine:
-        kernels_.table->moe_combine(combine_, pick.at, pick.end);
+        combine(pick.at, pick.end);
         break;
     }
     patience = RankPatience();
@@ -367,10 +403,17 @@ void MoeRanks::run_task(Group& group, int64_t task) {
   if (group.down_left.fetch_sub(1) == 1) finish(group);
 }
 
+void MoeRanks::combine(int64_t first, int64_t end) {
+  kernels_.table->moe_combine(combine_, first, end);
+  add_all(*kernels_.table, combine_, call_.added, first, end);
+}
+
 // Every result to where it is asked for.
 void MoeRanks::finish(Group& group) {
   const int64_t bytes = row_bytes(), num_jobs = static_cast<int64_t>(group.jobs.size());
   const uint8_t* out = static_cast<const uint8_t*>(group.call.out);
+  const Clock::time_point began = Clock::now();
+  int64_t num_sent = 0;
   for (int64_t job = 0; job < num_jobs; ++job) {
     const int to = group.source_of_job[job];
     const int64_t choice = group.jobs[job]->choice;
@@ -378,9 +421,12 @@ void MoeRanks::finish(Group& group) {
     flags_of(to)[choice].store(turn_, std::memory_order_release);
     const bool is_last = job + 1 == num_jobs || group.source_of_job[job + 1] != to;
     if (is_last && to != wire_.rank) wire_.ring(to);
+    num_sent += to != wire_.rank;
   }
+  const int64_t sent_ns = num_sent == 0 ? 0 : ns_since(began) / kernels_.team.num_threads();
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    send_ns += sent_ns;
     for (const int to : group.source_of_job)
       if (to != wire_.rank) returned_[to] += bytes;
     group.state = State::kFree;
@@ -392,12 +438,15 @@ bool MoeRanks::advance(Clock::time_point deadline) {
   if (is_over_) return true;
   deadline_ = deadline;
   dead_.store(-1);
+  num_busy_ = 0;
+  idle_since_ = Clock::now();
   kernels_.team.run(
       kernels_.team.num_threads(), [](void* self, int64_t) { static_cast<MoeRanks*>(self)->work(); }, this);
   if (!error_.empty()) fail(call_.layer->name(), error_);
   bool is_idle = num_absent_ == 0 && num_pending_ == 0 && blocks_.empty();
   for (const Group& group : groups_) is_idle &= group.state == State::kFree;
   is_over_ = is_idle;
+  if (!is_over_) wait_ns += ns_since(idle_since_);  // nothing could be done in time
   return is_over_;
 }
 
@@ -455,24 +504,42 @@ Clock::time_point deadline_of(double timeout_s) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
 }
 
-bool call(MoeRanks& self, Kernels& kernels, const MoeLayer& layer, const SlotTable& slots, uintptr_t x, int64_t num_x,
-          uintptr_t experts, int64_t num_experts, uintptr_t weights, int64_t num_weights, uintptr_t y,
-          int64_t num_tokens, int64_t first, int64_t epoch, int64_t plan_version, int64_t step_id, double timeout_s) {
-  const std::string name = layer.name();
+void make_layer(RankLayer* self, MoeRanks& ranks, const RouterLayer* router, const SharedLayer* shared,
+                const MoeLayer& layer, const SlotTable& slots, int64_t first) {
+  if (router == nullptr && shared != nullptr) fail(layer.name(), "a shared expert comes with a router");
+  if (router != nullptr) check_fit(*router, shared, layer);
+  new (self) RankLayer{ranks, router, shared, layer, slots, first};
+}
+
+// With a router `experts` and `weights` are written, and y = x + experts(norm(x)), the shared one among them; else they are
+// read.
+bool begin(RankLayer& self, uintptr_t x, int64_t num_x, uintptr_t experts, uintptr_t weights, uintptr_t y,
+           int64_t num_tokens, int64_t epoch, int64_t plan_version, int64_t step_id, double timeout_s) {
+  const std::string name = self.layer.name();
   check_size(name, "tokens", num_tokens);
-  check_size(name, "choices of all tokens", num_tokens * layer.num_choices);
-  if (num_x != num_tokens * layer.width || num_experts != num_tokens * layer.num_choices || num_weights != num_experts)
-    fail(name, std::to_string(num_tokens) + " tokens with " + std::to_string(num_x) + " numbers of x, " +
-                   std::to_string(num_experts) + " experts and " + std::to_string(num_weights) + " weights");
+  check_size(name, "choices of all tokens", num_tokens * self.layer.num_choices);
+  if (num_x != num_tokens * self.layer.width)
+    fail(name, "x has " + std::to_string(num_x) + " numbers, " + std::to_string(num_tokens) + " tokens of " +
+                   std::to_string(self.layer.width) + " need " + std::to_string(num_tokens * self.layer.width));
   if (num_tokens > 0 && (x == 0 || experts == 0 || weights == 0 || y == 0))
     fail(name, "a tensor of " + std::to_string(num_tokens) + " tokens has no storage");
   const Clock::time_point deadline = deadline_of(timeout_s);
-  std::lock_guard<std::mutex> turn(kernels.turn);
+  Kernels& kernels = self.ranks.kernels();
   kernels.team.check();
-  self.begin({&layer, &slots, reinterpret_cast<const uint8_t*>(x), reinterpret_cast<const int64_t*>(experts),
-              reinterpret_cast<const float*>(weights), reinterpret_cast<uint8_t*>(y), num_tokens, first, epoch,
-              plan_version, step_id});
-  return self.advance(deadline);
+  self.ranks.check(self.layer, self.slots, num_tokens);
+  const uint8_t* of_x = reinterpret_cast<const uint8_t*>(x);
+  Added added{};
+  int64_t* of_experts = reinterpret_cast<int64_t*>(experts);
+  float* of_weights = reinterpret_cast<float*>(weights);
+  if (self.router != nullptr) {
+    added.rows[1] = of_x;
+    of_x = self.ranks.route(*self.router, of_x, num_tokens, of_experts, of_weights);
+  }
+  self.ranks.begin({&self.layer, &self.slots, of_x, of_experts, of_weights, reinterpret_cast<uint8_t*>(y), num_tokens,
+                    self.first, epoch, plan_version, step_id, added});
+  if (self.shared != nullptr) self.ranks.share(*self.shared);
+  std::lock_guard<std::mutex> turn(kernels.turn);
+  return self.ranks.advance(deadline);
 }
 
 }  // namespace
@@ -483,22 +550,25 @@ void bind_moe_ranks(nb::module_& module) {
   nb::class_<MoeRanks>(module, "MoeRanks")
       .def("__init__", make_ranks, nb::arg("kernels"), nb::arg("wire"), nb::arg("lane"), nb::arg("max_choices"),
            nb::arg("sent"), nb::arg("returned"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
-      .def("call", call, nb::call_guard<nb::gil_scoped_release>(), nb::arg("kernels"), nb::arg("layer"),
-           nb::arg("slots"), nb::arg("x"), nb::arg("num_x"), nb::arg("experts"), nb::arg("num_experts"),
-           nb::arg("weights"), nb::arg("num_weights"), nb::arg("y"), nb::arg("num_tokens"), nb::arg("first"),
-           nb::arg("epoch"), nb::arg("plan_version"), nb::arg("step_id"), nb::arg("timeout_s"))
-      .def("advance", [](MoeRanks& self, Kernels& kernels, double timeout_s) {
+      .def("advance", [](MoeRanks& self, double timeout_s) {
         const Clock::time_point deadline = deadline_of(timeout_s);
-        std::lock_guard<std::mutex> turn(kernels.turn);
+        std::lock_guard<std::mutex> turn(self.kernels().turn);
         return self.advance(deadline);
-      }, nb::call_guard<nb::gil_scoped_release>(), nb::arg("kernels"), nb::arg("timeout_s"))
+      }, nb::call_guard<nb::gil_scoped_release>(), nb::arg("timeout_s"))
       .def("late", [](const MoeRanks& self) {
         const MoeRanks::Late late = self.late();
         return std::make_tuple(late.rank, std::string(late.stage));
       })
       .def("counts", [](const MoeRanks& self) {
-        return std::make_tuple(self.num_launches, self.num_jobs, self.weight_bytes);
+        return std::make_tuple(self.num_launches, self.num_jobs, self.weight_bytes, self.send_ns, self.wait_ns);
       });
+  nb::class_<RankLayer>(module, "RankLayer")
+      .def("__init__", make_layer, nb::arg("ranks"), nb::arg("router").none(), nb::arg("shared").none(),
+           nb::arg("layer"), nb::arg("slots"), nb::arg("first"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
+      .def("begin", begin, nb::call_guard<nb::gil_scoped_release>(), nb::arg("x"), nb::arg("num_x"),
+           nb::arg("experts"), nb::arg("weights"), nb::arg("y"), nb::arg("num_tokens"), nb::arg("epoch"),
+           nb::arg("plan_version"), nb::arg("step_id"), nb::arg("timeout_s"));
 }
 
 }  // namespace moesaic

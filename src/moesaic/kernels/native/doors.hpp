@@ -10,6 +10,9 @@ namespace moesaic {
 // What doors lend each other: calls whose shapes were checked.
 void run_norm(Kernels& kernels, const Norm& call);
 void run_rotation(Kernels& kernels, const Rotation& call);
+void check_gate(const Gate& call);
+void run_gate(Kernels& kernels, const Gate& call);
+void run_act(Kernels& kernels, const Elementwise& call);
 // Matmuls of the same rows x, as one run of the team.
 void run_linears(Kernels& kernels, const Linear* calls, int count);
 
@@ -33,6 +36,8 @@ void bind_layers(nanobind::class_<Kernels>& kernels);
 void bind_matmul(nanobind::class_<Kernels>& kernels);
 void bind_moe(nanobind::module_& module, nanobind::class_<Kernels>& kernels);
 void bind_moe_ranks(nanobind::module_& module);
+void bind_router(nanobind::module_& module);
+void bind_shared(nanobind::module_& module);
 void bind_wire(nanobind::module_& module);
 
 }  // namespace moesaic

@@ -67,7 +67,7 @@ class GqaLayer:
         )
         for name, weight in weights.items():
             shards = numerics.matmul_shards if name == "o" else 1
-            self._native.set_matrix(name, *_matrix(weight, shards, self._seam))
+            self._native.set_matrix(name, *matrix_of(weight, shards, self._seam))
         for name, norm in norms.items():
             assert norm.is_contiguous(), "the weight of a norm has no gaps"
             self._native.set_norm(name, norm.data_ptr(), norm.numel(), norm.dtype == torch.bfloat16)
@@ -101,7 +101,7 @@ class GqaLayer:
         return y_TD
 
 
-def _matrix(weight: Weight, shards: int, seam: torch.dtype) -> tuple[int, int, int, int, int, bool]:
+def matrix_of(weight: Weight, shards: int, seam: torch.dtype) -> tuple[int, int, int, int, int, bool]:
     """Address, bytes, leaves, bits, group and zero points of a weight."""
     if isinstance(weight, PanelWeight):
         kind = weight.kind

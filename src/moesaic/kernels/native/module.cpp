@@ -41,6 +41,8 @@ NB_MODULE(_native, m) {
   moesaic::bind_gqa(m, kernels);
   moesaic::bind_layers(kernels);
   moesaic::bind_matmul(kernels);
+  moesaic::bind_router(m);
+  moesaic::bind_shared(m);
   moesaic::bind_moe(m, kernels);
   moesaic::bind_wire(m);
   moesaic::bind_moe_ranks(m);

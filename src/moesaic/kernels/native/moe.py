@@ -17,6 +17,8 @@ from torch import Tensor
 from moesaic.errors import KernelTimeout
 from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.native.elementwise import code_of
+from moesaic.kernels.native.router import RouterLayer
+from moesaic.kernels.native.shared import SharedLayer
 from moesaic.kernels.panel import PanelWeight, Weight, check_shards
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import Numerics
@@ -118,9 +120,51 @@ class MoeLayer:
                 timeout_s,
             )
         except TimeoutError as error:
-            _kept.append((self, x_TD, experts_TK, weights_TK, y_TD))
-            raise KernelTimeout(f"{error}; its threads may still run, so these kernels stop here") from error
+            raise _timed_out(error, self, x_TD, experts_TK, weights_TK, y_TD) from error
         return y_TD
+
+    def half(
+        self,
+        router: RouterLayer,
+        shared: SharedLayer | None,
+        x_TD: Tensor,
+        experts_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Tensor:
+        """x + experts(norm(x)) in the seam dtype, a shared expert among them; what the router chose is
+        written to `experts_TK` and `weights_TK`.
+
+        Shapes:  x_TD [T, D] in the seam dtype; experts_TK [T, K] int64 (logical) and weights_TK [T, K]
+                 float32, without gaps.
+        Raises:  KernelTimeout, as a call.
+        """
+        assert x_TD.dtype == self._seam, f"rows are {x_TD.dtype}, the seam is {self._seam}"
+        x_TD = x_TD.contiguous()
+        y_TD = torch.empty_like(x_TD)
+        try:
+            self._kernels.moe_half(
+                router.native,
+                None if shared is None else shared.native,
+                self.native,
+                x_TD.data_ptr(),
+                x_TD.numel(),
+                experts_TK.data_ptr(),
+                weights_TK.data_ptr(),
+                y_TD.data_ptr(),
+                x_TD.numel() // self._width,
+                timeout_s,
+            )
+        except TimeoutError as error:
+            raise _timed_out(error, self, router, shared, x_TD, experts_TK, weights_TK, y_TD) from error
+        return y_TD
+
+
+def _timed_out(error: TimeoutError, *used: object) -> KernelTimeout:
+    """The error for kernels that hang; what they may still use is never freed."""
+    _kept.append(used)
+    return KernelTimeout(f"{error}; its threads may still run, so these kernels stop here")
 
 
 def _addresses(slot: ExpertTensors) -> dict[str, int | bool]:

@@ -8,6 +8,8 @@
 
 #include "kernels.hpp"
 #include "moe.hpp"
+#include "router_layer.hpp"
+#include "shared_layer.hpp"
 
 namespace moesaic {
 
@@ -34,6 +36,21 @@ inline int64_t tile_of(int64_t column_bytes, int64_t task_bytes) {
 
 inline int64_t column_bytes(const Matrix& weight) {
   return std::max<int64_t>(1, weight.strip_bytes() / (weight.is_packed() ? kPanelRows : 1));
+}
+
+// Whether router and shared expert, null where there is none, are of the layer that these experts are of.
+void check_fit(const RouterLayer& router, const SharedLayer* shared, const MoeLayer& layer);
+
+// What a result is added to, one after the other and each time rounded: the shared expert's, the residual; null: nothing.
+struct Added {
+  const void* rows[2];  // [T, D]
+};
+
+inline void add_all(const LevelTable& table, const Moe& call, const Added& added, int64_t first_token,
+                    int64_t end_token) {
+  for (const void* rows : added.rows)
+    if (rows != nullptr)
+      table.add_numbers(call.seam, rows, call.y, call.y, first_token * call.width, end_token * call.width);
 }
 
 }  // namespace moesaic

@@ -9,6 +9,12 @@
 // for those that come later. A message is 32 bytes of head, 16 for each job, sorted by (slot, token), and a row for each
 // token. Returns of a rank are a turn for each (token, choice), stored last (release), and then its rows.
 //
+// A call may begin with norm and router and end with shared expert and residual: then it is the sparse half of the layer.
+//
+// Time that a call takes is sending, waiting, or computing. Sending is to sort the jobs and to write rows and results for
+// others; results are sent by one thread while others work, and count by its share of the threads. A rank waits while
+// none of its threads has anything to do.
+//
 // Who begins turn q + 1 has seen the messages of turn q of all others, so each has ended turn q - 1: two inboxes a pair
 // are enough, and returns, which are written for whoever has begun, need one place.
 #pragma once
@@ -46,12 +52,13 @@ static_assert(sizeof(RankJob) == 16 && sizeof(RankHead) == 32, "what the sizes o
 struct RankCall {
   const MoeLayer* layer;
   const SlotTable* slots;
-  const uint8_t* x;        // [T, D] of the seam's kind
-  const int64_t* experts;  // [T, K]
-  const float* weights;    // [T, K]
-  uint8_t* y;              // [T, D]
+  const uint8_t* x;         // [T, D] of the seam's kind
+  const int64_t* experts;   // [T, K]
+  const float* weights;     // [T, K]
+  uint8_t* y;               // [T, D]
   int64_t num_tokens, first;  // number of the first token, for the choice of copies
   int64_t epoch, plan_version, step_id;
+  Added added;
 };
 
 // All calls of one lane on one rank, one after the other. A call may be broken off at any time and taken up again.
@@ -60,11 +67,17 @@ class MoeRanks {
   // `sent` and `returned` are counters of bytes by rank, of the caller.
   MoeRanks(Kernels& kernels, const Wire& wire, int64_t lane, int64_t max_choices, int64_t* sent, int64_t* returned);
 
-  // Sends the rows and begins a turn.
+  // Throws where a turn of so many tokens cannot begin.
+  void check(const MoeLayer& layer, const SlotTable& slots, int64_t num_tokens) const;
+  // Rows normed, for the turn that begins next, and what each chooses.
+  const uint8_t* route(const RouterLayer& router, const void* x, int64_t num_tokens, int64_t* experts, float* weights);
+  // Sends the rows and begins a turn that was checked.
   void begin(const RankCall& call);
+  // The shared expert of the rows, while they are away.
+  void share(const SharedLayer& shared);
   // Whether the turn is over; else nothing can be done before `deadline`.
   bool advance(Clock::time_point deadline);
-  bool is_over() const { return is_over_; }
+  Kernels& kernels() const { return kernels_; }
 
   struct Late {
     int rank;
@@ -72,7 +85,7 @@ class MoeRanks {
   };
   Late late() const;
 
-  int64_t num_launches = 0, num_jobs = 0, weight_bytes = 0;  // of all turns
+  int64_t num_launches = 0, num_jobs = 0, weight_bytes = 0, send_ns = 0, wait_ns = 0;  // of all turns
 
  private:
   // What a rank sent.
@@ -114,7 +127,9 @@ class MoeRanks {
   bool open(Group& group);
   bool pick_block(Pick& pick);
   Pick next();
+  void set_idle(bool& was_idle, bool is_idle);
   void work();
+  void combine(int64_t first, int64_t end);
   void fill(Group& group);
   void run_task(Group& group, int64_t task);
   void finish(Group& group);
@@ -139,10 +154,23 @@ class MoeRanks {
   std::vector<Group> groups_;
   std::vector<Block> blocks_;  // not taken
   size_t next_block_ = 0;
+  Buffer normed_, logits_, shared_;
+  int num_busy_ = 0;  // threads with something to do
+  Clock::time_point idle_since_;
   std::mutex mutex_;  // what any thread takes next
   Clock::time_point deadline_;
   std::atomic<int> dead_{-1};
   std::string error_;
+};
+
+// What does not change from call to call of a layer on a lane; others own it all.
+struct RankLayer {
+  MoeRanks& ranks;
+  const RouterLayer* router;  // null: whoever calls has routed the rows
+  const SharedLayer* shared;  // or null
+  const MoeLayer& layer;
+  const SlotTable& slots;
+  int64_t first;
 };
 
 }  // namespace moesaic

@@ -5,15 +5,27 @@ Knows nothing of plans or of how the memory that ranks share came to be.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from moesaic.kernels.native.moe import MoeCounts, MoeLayer
+from moesaic.kernels.native.moe import MoeLayer
+from moesaic.kernels.native.router import RouterLayer
+from moesaic.kernels.native.shared import SharedLayer
 
 Counters = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankCounts:
+    """What the calls of one lane did, since it was made. Time beside sending and waiting is computing."""
+
+    launches: int
+    jobs: int  # of this rank's experts
+    weight_bytes: int  # once for each time a slot was opened, biases too
+    send_s: float  # sorting jobs, writing rows and results for others
+    wait_s: float  # no thread had anything to do
 
 
 class RankLane:
@@ -33,65 +45,73 @@ class RankLane:
 
         Shapes:  sent and returned [W] int64 are counted up: bytes by rank.
         """
-        self._kernels, self._counters = kernels, (sent, returned)
+        self._compiled, self._counters = compiled, (sent, returned)
         self._native = compiled.MoeRanks(
             kernels, wire, lane, num_results, sent.ctypes.data, returned.ctypes.data
         )
+        self.advance = self._native.advance
+        """(timeout_s) -> bool: go on with a call that was not over; whether it is."""
 
     @property
-    def counts(self) -> MoeCounts:
-        """Calls, jobs of this rank's experts, and bytes of weights, once for each time a slot was opened."""
-        launches, jobs, weight_bytes = self._native.counts()
-        return MoeCounts(launches=launches, jobs=jobs, weight_bytes=weight_bytes)
-
-    def begin(  # noqa: PLR0913 - what a call is
-        self,
-        layer: MoeLayer,
-        slots: Any,
-        x_TD: Tensor,
-        experts_TK: Tensor,
-        weights_TK: Tensor,
-        y_TD: Tensor,
-        *,
-        first: int,
-        step: tuple[int, int, int],
-        timeout_s: float,
-    ) -> bool:
-        """Send rows, compute what is here and combine what returns; whether all of it was done in time.
-
-        What is given must stay where it is until the call is over. Token number t counts from `first` where
-        copies of an expert take turns; `step` is (epoch, plan version, step), the same on every rank.
-
-        Shapes:  x_TD, y_TD [T, D] in the seam dtype; experts_TK [T, K] int64; weights_TK [T, K] float32, all
-                 without gaps.
-        Raises:  ValueError for an expert that does not exist, and for ranks that are out of step.
-        """
-        assert experts_TK.dtype == torch.int64, f"expert ids are int64, got {experts_TK.dtype}"
-        assert weights_TK.dtype == torch.float32, f"weights are float32, got {weights_TK.dtype}"
-        is_over: bool = self._native.call(
-            self._kernels,
-            layer.native,
-            slots,
-            x_TD.data_ptr(),
-            x_TD.numel(),
-            experts_TK.data_ptr(),
-            experts_TK.numel(),
-            weights_TK.data_ptr(),
-            weights_TK.numel(),
-            y_TD.data_ptr(),
-            x_TD.shape[0],
-            first,
-            *step,
-            timeout_s,
+    def counts(self) -> RankCounts:
+        """So far."""
+        launches, jobs, weight_bytes, send_ns, wait_ns = self._native.counts()
+        return RankCounts(
+            launches=launches,
+            jobs=jobs,
+            weight_bytes=weight_bytes,
+            send_s=1e-9 * send_ns,
+            wait_s=1e-9 * wait_ns,
         )
-        return is_over
-
-    def advance(self, timeout_s: float) -> bool:
-        """Go on with a call that was not over; whether it is."""
-        is_over: bool = self._native.advance(self._kernels, timeout_s)
-        return is_over
 
     def late(self) -> tuple[int, str]:
         """Of a call that is not over: whom it waits for, and with which stage."""
         rank, stage = self._native.late()
         return rank, stage
+
+    def layer(
+        self,
+        router: RouterLayer | None,
+        shared: SharedLayer | None,
+        experts: MoeLayer,
+        slots: Any,
+        first: int,
+    ) -> RankLayer:
+        """The calls of one layer. Token number t counts from `first` where copies of an expert take turns."""
+        return RankLayer(self._compiled, self._native, router, shared, experts, slots, first)
+
+
+class RankLayer:
+    """One layer on one lane: all that does not change from call to call is bound once.
+
+        begin(x, num_x, experts, weights, y, num_tokens, epoch, plan_version, step_id, timeout_s) -> bool
+
+    sends rows, computes what is here and combines what returns; whether all of it was done in time. x, y,
+    experts and weights are addresses, of [T, D] in the seam dtype, [T, K] int64 and [T, K] float32 without
+    gaps, and stay valid until the call is over. With a router x is the residual stream, which is normed
+    first, y = x + what the experts give, the shared one too, and what was chosen is written; else choices are
+    read. Epoch, plan
+    version and step are the same on every rank. ValueError: an expert that does not exist, more tokens than
+    there is room for, ranks that are out of step.
+    """
+
+    def __init__(
+        self,
+        compiled: Any,
+        lane: Any,
+        router: RouterLayer | None,
+        shared: SharedLayer | None,
+        experts: MoeLayer,
+        slots: Any,
+        first: int,
+    ) -> None:
+        self._kept = (router, shared, experts)  # whose weights the call reads
+        self._native = compiled.RankLayer(
+            lane,
+            None if router is None else router.native,
+            None if shared is None else shared.native,
+            experts.native,
+            slots,
+            first,
+        )
+        self.begin = self._native.begin

@@ -20,10 +20,12 @@ from moesaic.kernels.native.gqa import GqaLayer
 from moesaic.kernels.native.layers import L2, LAYER, RMS, NativeLayers
 from moesaic.kernels.native.moe import ExpertTensors, MoeCounts, MoeLayer
 from moesaic.kernels.native.moe_ranks import Counters, RankLane
+from moesaic.kernels.native.router import RouterLayer
+from moesaic.kernels.native.shared import SharedLayer
 from moesaic.kernels.panel import PanelWeight, Weight
 from moesaic.kernels.reference import ReferenceOps
 from moesaic.kernels.state_view import StateView
-from moesaic.spec.model import Activation, GateSpec, GqaSpec, MoeSpec
+from moesaic.spec.model import Activation, DenseSpec, GateSpec, GqaSpec, MoeSpec
 from moesaic.spec.numerics import Numerics
 
 
@@ -111,6 +113,45 @@ class NativeOps(ReferenceOps):
         Raises: ConfigError as `MoeLayer`.
         """
         return MoeLayer(self._compiled, self._kernels, self.numerics, layer_idx, spec, slots, slot_of_expert)
+
+    def router_layer(
+        self,
+        layer_idx: int,
+        spec: MoeSpec,
+        weight_ED: Tensor,
+        *,
+        norm_D: Tensor | None,
+        norm_eps: float,
+        logit_bias_E: Tensor | None,
+        selection_bias_E: Tensor | None,
+        expert_scale_E: Tensor | None,
+    ) -> RouterLayer:
+        """Norm and router of a layer, for calls that begin with them."""
+        return RouterLayer(
+            self._compiled,
+            self.numerics,
+            layer_idx,
+            spec,
+            weight_ED,
+            norm_D=norm_D,
+            norm_eps=norm_eps,
+            logit_bias_E=logit_bias_E,
+            selection_bias_E=selection_bias_E,
+            expert_scale_E=expert_scale_E,
+        )
+
+    def shared_layer(
+        self, layer_idx: int, spec: DenseSpec, weights: Mapping[str, Weight]
+    ) -> SharedLayer | None:
+        """The shared expert of a layer, for calls that have the routed ones too; None for weights of a kind
+        that they do not take.
+
+        Raises: ConfigError as `SharedLayer`.
+        """
+        floats = [one for one in weights.values() if isinstance(one, Tensor)]
+        if spec.has_bias or any(one.dtype != self._seam or not one.is_contiguous() for one in floats):
+            return None
+        return SharedLayer(self._compiled, self.numerics, layer_idx, spec, weights)
 
     def rank_lane(
         self, wire: Any, lane: int, num_results: int, sent: Counters, returned: Counters

@@ -3,31 +3,33 @@
     rank 0:  [ send | slot 3 | slot 0 | slot 3 again, for rank 1's rows | combine ]
     rank 1:            [ send | slot 0 | slot 2 | combine ]                          no Python in between
 
-Which copy serves a token is the same table that other dispatchers have. Knows nothing of how rows travel:
-kernels/native/moe_ranks.hpp does.
+The call may begin with norm and router and end with the residual. Which copy serves a token is the same table
+that other dispatchers have. Knows nothing of how rows travel: kernels/native/moe_ranks.hpp does.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moesaic.errors import ConfigError, PeerLost
-from moesaic.experts.contract import RoutedExperts, Routing, Tag
+from moesaic.experts.contract import Observe, RoutedExperts, Routing, SparseHalf, Tag
 from moesaic.experts.store import ResidentStore, SlotTable
 from moesaic.kernels.formats import torch_dtype
-from moesaic.kernels.native.moe import MoeLayer
-from moesaic.kernels.native.moe_ranks import RankLane
+from moesaic.kernels.native.moe_ranks import RankLane, RankLayer
 from moesaic.kernels.native.ops import NativeOps
+from moesaic.kernels.native.router import RouterLayer
+from moesaic.kernels.native.shared import SharedLayer
 from moesaic.kernels.ops import Ops
 from moesaic.kernels.wire import round_to_wire
 from moesaic.parallel.dispatch.following import Following
+from moesaic.parallel.dispatch.fused import Room, Rooms
 from moesaic.parallel.dispatch.slots import LayerTable
-from moesaic.parallel.meter import Meter
+from moesaic.parallel.meter import Meter, Reading
 from moesaic.parallel.segment import compiled_wires
 from moesaic.parallel.shared_memory import SharedMemoryTransport
 from moesaic.placement.choice import ReplicaChoice
@@ -70,8 +72,8 @@ class FusedRanks(Following):
 
     def layer(
         self, layer_idx: int, spec: MoeSpec, store: ResidentStore, ops: Ops, meter: Meter | None = None
-    ) -> RoutedExperts:
-        """The experts of one layer over this rank's store; `meter` is told where jobs are counted.
+    ) -> FusedLayer:
+        """The experts of one layer over this rank's store; `meter` is told what the calls count.
 
         Raises: ConfigError for a backend that is not native, and for shards that do not fit.
         """
@@ -87,13 +89,24 @@ class FusedRanks(Following):
                 for at, lane in enumerate(segment.shape.lanes)
             ]
             if meter is not None:
-                meter.counters.append(lambda: sum(lane.counts.jobs for lane in self._lanes))
-        return _FusedLayer(self, layer_idx, spec, store, ops)
+                meter.others.append(self._reading)
+        return FusedLayer(self, layer_idx, spec, store, ops)
+
+    def _reading(self) -> Reading:
+        counts = [lane.counts for lane in self._lanes]
+        return Reading(
+            num_jobs=sum(one.jobs for one in counts),
+            transfer_s=sum(one.send_s for one in counts),
+            wait_s=sum(one.wait_s for one in counts),
+        )
 
 
-class _FusedLayer(RoutedExperts):
-    """One layer. The kernels hold addresses of the store's table, and a copy of the table of slots; where
-    one was replaced the next forward takes the new one."""
+class FusedLayer(RoutedExperts):
+    """One layer; made by `FusedRanks`.
+
+    The kernels hold addresses of the store's table, and a copy of the table of slots; where one was replaced
+    the next forward takes the new one.
+    """
 
     def __init__(
         self, ranks: FusedRanks, layer_idx: int, spec: MoeSpec, store: ResidentStore, ops: NativeOps
@@ -106,42 +119,113 @@ class _FusedLayer(RoutedExperts):
         self._seam = torch_dtype(ops.numerics.seam_dtype)
         self._wire = ops.numerics.wire_format
         self._is_rounded = self._wire != ops.numerics.seam_dtype
-        self._first = ranks.transport.rank + layer_idx  # turns among copies start elsewhere, as in `Exchange`
-        self._point_to(store.table(layer_idx), ranks._layers[layer_idx])
+        self._bound = self.bind()
 
     def forward(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Steps[Tensor]:
         """y_TD [T, D] in the seam dtype: the weighted sum over each token's choices."""
-        table, slots = self._store.table(self._layer_idx), self._ranks._layers[self._layer_idx]
-        if table is not self._table or slots is not self._slots:
-            self._point_to(table, slots)
+        if not self.holds(self._bound):
+            self._bound = self.bind()
         if self._is_rounded:
             x_TD = round_to_wire(x_TD, self._wire).unpack(self._seam)
-        call = _Call(self, x_TD.contiguous(), routing, tag)
+        assert len(x_TD) == len(routing.experts_TK), "choices for each row"
+        call = self._bound.calls[tag.micro_batch]
+        y_TD = call.start(x_TD, Room.of(routing, self._spec.experts_per_token), tag)
         yield call
-        return call.y_TD
+        return y_TD
 
-    def _point_to(self, table: SlotTable, slots: LayerTable) -> None:
-        self._layer: MoeLayer = self._ops.moe_layer(self._layer_idx, self._spec, table.weights, ())
-        self._native_slots: Any = compiled_wires().SlotTable(
-            self._spec.num_experts,
+    def half(self, moe_idx: int, router: RouterLayer, shared: SharedLayer | None = None) -> SparseHalf | None:
+        """The layer's sparse half in one call; None where rows are rounded before experts take them."""
+        if self._is_rounded:
+            return None
+        return _FusedRanksHalf(self, moe_idx, router, shared, self._spec)
+
+    def holds(self, bound: _Bound) -> bool:
+        """Whether the plan is still the one that calls were bound under."""
+        at = self._layer_idx
+        return self._store.table(at) is bound.table and self._ranks._layers[at] is bound.slots
+
+    def bind(self, router: RouterLayer | None = None, shared: SharedLayer | None = None) -> _Bound:
+        """Calls under the plan that holds now; with a router they are of the whole half."""
+        ranks, at, spec = self._ranks, self._layer_idx, self._spec
+        table, slots = self._store.table(at), ranks._layers[at]
+        experts = self._ops.moe_layer(at, spec, table.weights, ())
+        native_slots = compiled_wires().SlotTable(
+            spec.num_experts,
             slots.slots_EV.flatten().tolist(),
             slots.group_P.tolist(),
-            self._ranks.transport.num_ranks,
+            ranks.transport.num_ranks,
         )
-        self._table, self._slots = table, slots
+        first = ranks.transport.rank + at  # turns among copies start elsewhere, as in `Exchange`
+        calls = [
+            _Call(lane, lane.layer(router, shared, experts, native_slots, first), at, self._seam)
+            for lane in ranks.lanes
+        ]
+        return _Bound(calls=calls, table=table, slots=slots)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Bound:
+    """The calls of a layer, by micro-batch, and the tables that they were made from."""
+
+    calls: Sequence[_Call]
+    table: SlotTable
+    slots: LayerTable
+
+
+class _FusedRanksHalf(SparseHalf):
+    """Bit for bit what its parts give one after the other."""
+
+    def __init__(
+        self,
+        layer: FusedLayer,
+        moe_idx: int,
+        router: RouterLayer,
+        shared: SharedLayer | None,
+        spec: MoeSpec,
+    ) -> None:
+        self._layer = layer
+        self._moe_idx = moe_idx
+        self._parts = router, shared
+        self._width = spec.row_width
+        self._rooms = Rooms(spec.experts_per_token)
+        self._bound = layer.bind(router, shared)
+
+    def forward(self, x_TD: Tensor, tag: Tag, observe: Observe | None) -> Steps[Tensor]:
+        """The residual stream after it, in the seam dtype."""
+        if not self._layer.holds(self._bound):
+            self._bound = self._layer.bind(*self._parts)
+        micro_batch = tag.micro_batch
+        room = self._rooms.of(
+            x_TD.numel() // self._width, micro_batch
+        )  # a tensor's len takes ten times as long
+        call = self._bound.calls[micro_batch]
+        y_TD = call.start(x_TD, room, tag)
+        yield call
+        if observe is not None:
+            observe(self._moe_idx, room.routing)
+        return y_TD
 
 
 class _Call(Wait):
-    """The call of one forward: made by whoever waits for it, and over when it returns."""
+    """The calls of a layer on one lane, one for each forward: made by whoever waits for it, and over when it
+    returns."""
 
-    def __init__(self, layer: _FusedLayer, x_TD: Tensor, routing: Routing, tag: Tag) -> None:
+    def __init__(self, lane: RankLane, layer: RankLayer, layer_idx: int, seam: torch.dtype) -> None:
+        self._lane = lane
         self._layer = layer
-        self._lane = layer._ranks.lanes[tag.micro_batch]
-        self._held = (layer._layer, layer._native_slots, x_TD)  # the call has their addresses
-        self._experts_TK, self._weights_TK = routing.experts_TK.contiguous(), routing.weights_TK.contiguous()
-        self._tag = tag
+        self._layer_idx = layer_idx
+        self._seam = seam
+        self._held: tuple[Tensor, Room, Tensor, Tag] | None = None  # the call has their addresses
         self._is_over: bool | None = None  # None: not begun
-        self.y_TD = torch.empty_like(x_TD)
+
+    def start(self, x_TD: Tensor, room: Room, tag: Tag) -> Tensor:
+        """Where the result will be, once this has been waited for."""
+        assert x_TD.dtype == self._seam, f"rows are {x_TD.dtype}, the seam is {self._seam}"
+        x_TD = x_TD.contiguous()
+        y_TD = torch.empty_like(x_TD)
+        self._held = x_TD, room, y_TD, tag
+        self._is_over = None
+        return y_TD
 
     def ready(self) -> bool:
         """Whether it is over, after all that can be done without waiting."""
@@ -153,23 +237,27 @@ class _Call(Wait):
             rank, stage = self._lane.late()
             waited_s = time.monotonic() - began_s
             seconds = waited_s if waited_s >= timeout_s else 0.0  # before that time: its process has ended
-            raise PeerLost(rank=rank, layer_idx=self._tag.layer_idx, stage=stage, seconds=seconds)
+            raise PeerLost(rank=rank, layer_idx=self._layer_idx, stage=stage, seconds=seconds)
 
     def _go_on(self, timeout_s: float) -> bool:
+        if self._held is None:
+            return True
         if self._is_over is None:
-            layer, slots, x_TD = self._held
-            tag = self._tag
-            self._is_over = self._lane.begin(
-                layer,
-                slots,
-                x_TD,
-                self._experts_TK,
-                self._weights_TK,
-                self.y_TD,
-                first=self._layer._first,
-                step=(tag.epoch, tag.plan_version, tag.step_id),
-                timeout_s=timeout_s,
+            x_TD, room, y_TD, tag = self._held
+            self._is_over = self._layer.begin(
+                x_TD.data_ptr(),
+                x_TD.numel(),
+                room.experts,
+                room.weights,
+                y_TD.data_ptr(),
+                room.num_tokens,
+                tag.epoch,
+                tag.plan_version,
+                tag.step_id,
+                timeout_s,
             )
-        elif not self._is_over:
+        else:
             self._is_over = self._lane.advance(timeout_s)
-        return self._is_over
+        if self._is_over:
+            self._held = None
+        return bool(self._is_over)
