@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -171,3 +176,34 @@ def test_without_the_module_the_reference_runs(monkeypatch: pytest.MonkeyPatch) 
     assert default_backend() == "reference"
     with pytest.raises(KernelUnavailable, match="compiler"):
         native.check_level("avx2")
+
+
+SHORT_OF_THREADS = """
+import resource
+from moesaic.kernels import native
+kernels = native.module().Kernels
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, 2 * (used + 3 * 2**23,))
+try:
+    kernels("portable", 64)
+except RuntimeError as error:
+    print(open("/proc/self/status").read().split("Threads:")[1].split()[0], error)
+kernels("portable", 2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_threads_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the end of the process nor fewer threads in silence; those that did start have ended."""
+    # Memory for three stacks of 8 MiB: the C library takes their size from this limit as the process begins.
+    command = ["bash", "-c", 'ulimit -s 8192; exec "$0" -c "$1"', sys.executable, SHORT_OF_THREADS]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert re.match(r"1 num_threads is 64, and the system gave [1-4] \(.*\): ask for fewer", found.stdout)
+
+    def refuse(level: str, num_threads: int) -> None:
+        raise RuntimeError(f"num_threads is {num_threads}, and the system gave 1")
+
+    monkeypatch.setattr("moesaic.kernels.native.ops.module", lambda: SimpleNamespace(Kernels=refuse))
+    with pytest.raises(KernelUnavailable, match="num_threads is 9, and the system gave 1"):
+        ops_of(LEVELS[0], num_threads=9)

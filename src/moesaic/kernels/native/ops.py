@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.errors import KernelUnavailable
 from moesaic.kernels.invariance import InvarianceProof
 from moesaic.kernels.kv_view import KvView
 from moesaic.kernels.native import check_level, elementwise, module
@@ -39,7 +40,8 @@ class NativeOps(ReferenceOps):
     def __init__(self, numerics: Numerics, *, num_threads: int) -> None:
         """Starts `num_threads` - 1 threads, which end with this object.
 
-        Raises: KernelUnavailable for a level that was not built or that this machine lacks.
+        Raises: KernelUnavailable for a level that was not built or that this machine lacks, and where the
+                system does not start that many threads.
         """
         self.name = numerics.backend
         level = numerics.backend.removeprefix("native/")
@@ -48,7 +50,10 @@ class NativeOps(ReferenceOps):
         compiled = module()
         assert compiled is not None, "checked above"
         self._compiled = compiled
-        self._kernels = compiled.Kernels(level, num_threads)
+        try:
+            self._kernels = compiled.Kernels(level, num_threads)
+        except RuntimeError as error:
+            raise KernelUnavailable(f"native kernels ({level}): {error}") from error
         self._native_attention = NativeAttention(
             self._kernels, kv_block=numerics.kv_block, num_lanes=numerics.kv_lanes, seam=self._seam
         )

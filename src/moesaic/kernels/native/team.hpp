@@ -6,8 +6,10 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -40,21 +42,23 @@ class Team {
  public:
   using Task = void (*)(void* context, int64_t task);
 
+  // Throws where the system starts fewer threads; those that it did start have ended by then.
   explicit Team(int num_threads) {
-    for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
+    try {
+      for (int i = 1; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
+    } catch (const std::exception& error) {
+      const std::string had = std::to_string(this->num_threads());
+      end();
+      throw std::runtime_error("num_threads is " + std::to_string(num_threads) + ", and the system gave " + had +
+                               " (" + error.what() +
+                               "): ask for fewer, or raise its limit on threads (ulimit -u) or memory (ulimit -v)");
+    }
   }
 
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  ~Team() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      is_ending_ = true;
-    }
-    wake_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-  }
+  ~Team() { end(); }
 
   int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
 
@@ -103,6 +107,15 @@ class Team {
   }
 
  private:
+  void end() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      is_ending_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
   struct Job {
     Task task = nullptr;
     void* context = nullptr;
