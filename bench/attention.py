@@ -1,4 +1,4 @@
-"""Attention alone: decode of one row at long contexts and prefill of 512, beside the reference and torch.
+"""Attention alone: decode of sequences at long contexts and prefill of 512, beside the reference and torch.
 
 Decode goes round layers whose KV together exceeds the caches, and is stated as bytes of KV per second beside
 the read bandwidth measured in the same run; torch's scaled_dot_product_attention gets contiguous keys and
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,33 +57,46 @@ SHAPES = {
 
 
 class Case:
-    """Layers of one shape whose pools are filled with `length` positions."""
+    """Layers of one shape whose pools are filled with `length` positions of each of some sequences."""
 
-    def __init__(self, shape: Shape, format: KvFormat, length: int, num_layers: int, ops: Ops) -> None:
-        self.shape, self.length, self.ops = shape, length, ops
+    def __init__(
+        self, shape: Shape, format: KvFormat, length: int, num_layers: int, ops: Ops, num_sequences: int = 1
+    ) -> None:
+        self.shape, self.ops, self.num_sequences = shape, ops, num_sequences
         self.num_blocks = -(-length // BLOCK)
-        pools = (self.num_blocks + 1, shape.groups, BLOCK, shape.width)
+        pools = (num_sequences * self.num_blocks + 1, shape.groups, BLOCK, shape.width)
         self.layers = [
             (pool_zeros(pools, format), None if shape.value_width else pool_zeros(pools, format))
             for _ in range(num_layers)
         ]
         generator = torch.Generator().manual_seed(0)
-        self.new = torch.randn((length, shape.groups, shape.width), generator=generator).bfloat16()
-        self.q_THC = torch.randn((length, shape.heads, shape.width), generator=generator).bfloat16()
+        new = torch.randn((length, shape.groups, shape.width), generator=generator).bfloat16()
         for layer in range(num_layers):
-            view = self.view(layer, 0, length)
-            ops.write_kv(view, self.new, None if shape.value_width else self.new)
+            for sequence in range(num_sequences):
+                view = self.view(layer, 0, length, (sequence,))
+                ops.write_kv(view, new, None if shape.value_width else new)
 
-    def view(self, layer: int, start: int, count: int) -> KvView:
-        """Positions start .. start + count of a layer."""
-        row = KvRow(first_row=0, num_tokens=count, start_idx=start, blocks=tuple(range(self.num_blocks)))
+    def view(self, layer: int, start: int, count: int, sequences: Sequence[int]) -> KvView:
+        """Positions start .. start + count of some sequences in a layer."""
+        rows = tuple(
+            KvRow(
+                first_row=i * count,
+                num_tokens=count,
+                start_idx=start,
+                blocks=tuple(range(sequence * self.num_blocks, (sequence + 1) * self.num_blocks)),
+            )
+            for i, sequence in enumerate(sequences)
+        )
         keys, values = self.layers[layer]
-        return KvView(key_pool=keys, value_pool=values, places=KvPlaces.of((row,), BLOCK))
+        return KvView(key_pool=keys, value_pool=values, places=KvPlaces.of(rows, BLOCK))
 
     def calls(self, start: int, count: int) -> list[Call]:
         """One call a layer, each with tables that were made before, as in a step."""
-        views = [self.view(layer, start, count) for layer in range(len(self.layers))]
-        q_THC, shape = self.q_THC[start : start + count], self.shape
+        sequences = range(self.num_sequences)
+        views = [self.view(layer, start, count, sequences) for layer in range(len(self.layers))]
+        shape, generator = self.shape, torch.Generator().manual_seed(1)
+        rows = (self.num_sequences * count, shape.heads, shape.width)
+        q_THC = torch.randn(rows, generator=generator).bfloat16()
 
         def call(view: KvView) -> Call:
             return lambda: self.ops.attention(
@@ -93,11 +106,12 @@ class Case:
         return [call(view) for view in views]
 
 
-def torch_calls(shape: Shape, length: int, count: int, num_layers: int) -> list[Call]:
+def torch_calls(shape: Shape, length: int, count: int, num_layers: int, num_sequences: int) -> list[Call]:
     """torch's own attention in bfloat16 over contiguous keys and values."""
 
     def draw(heads: int, rows: int, width: int) -> Tensor:
-        return torch.randn((1, heads, rows, width), generator=torch.Generator().manual_seed(0)).bfloat16()
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn((num_sequences, heads, rows, width), generator=generator).bfloat16()
 
     q = draw(shape.heads, count, shape.width)
 
@@ -125,23 +139,30 @@ def seconds(calls: list[Call]) -> float:
 
 
 def measure(
-    shape: Shape, formats: list[KvFormat], context: int, count: int, arguments: argparse.Namespace
+    shape: Shape,
+    formats: list[KvFormat],
+    context: int,
+    count: int,
+    num_sequences: int,
+    arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """Each way's seconds a call, by rounds in turn; decode also as bytes of KV per second."""
-    layer_bytes = context * shape.bytes_per_token("bfloat16")
+    layer_bytes = num_sequences * context * shape.bytes_per_token("bfloat16")
     num_layers = 1 if count > 1 else max(1, -(-CACHE_BYTES // layer_bytes))
     ways: dict[str, tuple[list[Call], int]] = {}
     for format in formats:
         numerics = preset("portable", dtype="bfloat16", backend=arguments.backend, kv_format=format)
         ops = choose(numerics, num_threads=arguments.threads)
-        case = Case(shape, format, context, num_layers, ops)
-        ways[format] = (case.calls(context - count, count), context * shape.bytes_per_token(format))
+        case = Case(shape, format, context, num_layers, ops, num_sequences)
+        format_bytes = num_sequences * context * shape.bytes_per_token(format)
+        ways[format] = (case.calls(context - count, count), format_bytes)
     if "reference" not in arguments.skip:
         ops = choose(preset("portable", dtype="bfloat16"), num_threads=arguments.threads)
-        case = Case(shape, "bfloat16", context, 1, ops)
+        case = Case(shape, "bfloat16", context, 1, ops, num_sequences)
         ways["reference"] = (case.calls(context - count, count), layer_bytes)
     if "torch" not in arguments.skip:
-        ways["torch sdpa"] = (torch_calls(shape, context, count, num_layers), layer_bytes)
+        calls = torch_calls(shape, context, count, num_layers, num_sequences)
+        ways["torch sdpa"] = (calls, layer_bytes)
     buffer, _ = allocate(BUFFER_BYTES, "huge", arguments.threads)
     read, _ = reader(buffer, arguments.threads)
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -182,17 +203,21 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--formats", nargs="+", choices=KV_FORMATS, default=["bfloat16", "int8", "fp8"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 16384])
+    parser.add_argument("--sequences", nargs="+", type=int, default=[1], help="that decode together")
     parser.add_argument("--prefill", type=int, default=512, help="0: none")
     parser.add_argument("--skip", nargs="*", choices=["reference", "torch"], default=[])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     load, rows = load_average(), []
-    steps = [(context, 1) for context in arguments.contexts]
-    steps += [(arguments.prefill, arguments.prefill)] if arguments.prefill else []
+    steps = [(context, 1, batch) for batch in arguments.sequences for context in arguments.contexts]
+    steps += [(arguments.prefill, arguments.prefill, 1)] if arguments.prefill else []
     for name in arguments.shapes:
-        for context, count in steps:
-            what = f"{name} {'prefill' if count > 1 else 'decode'} {context}"
-            found = rows_of(what, measure(SHAPES[name], arguments.formats, context, count, arguments))
+        for context, count, batch in steps:
+            what = f"{name} {'prefill' if count > 1 else 'decode'} {context}" + (
+                f" x {batch}" if batch > 1 else ""
+            )
+            measured = measure(SHAPES[name], arguments.formats, context, count, batch, arguments)
+            found = rows_of(what, measured)
             rows += found
             for _, way, *cells in () if arguments.json else found:
                 texts = (f"{c['median']:10.1f} [{c['min']:.1f} .. {c['max']:.1f}]" for c in cells if c)

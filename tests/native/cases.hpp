@@ -281,8 +281,9 @@ inline Floats kv_write(const LevelTable& level, Random& random) {
 
 inline Floats attention(const LevelTable& level, Random& random) {
   const KvKind kind = static_cast<KvKind>(random.within(0, 3));
-  const int64_t groups = random.within(1, 2), shared = random.within(1, 4), heads = groups * shared;
-  const int64_t key_width = random.within(1, 70), value_width = random.within(1, 70);
+  const int64_t groups = random.within(1, 3), shared = random.within(1, 4), heads = groups * shared;
+  const int64_t key_width = random.flag() ? random.within(1, 70) : 64;
+  const int64_t value_width = random.flag() ? random.within(1, 70) : 64;
   const int64_t kv_block = random.one_of<int64_t>({1, 4, 8, 16, 32}), lanes = random.one_of<int64_t>({1, 2, 4, 16});
   const int64_t length = random.within(1, 130), tokens = random.within(1, least_of(length, 5));
   const int64_t blocks = (length - 1) / kv_block + 1;
@@ -297,20 +298,22 @@ inline Floats attention(const LevelTable& level, Random& random) {
   const Attention call{q.data(), keys.data(), values.data(), random.flag() ? sinks.data() : nullptr, y.data(), heads,
                        groups, key_width, value_width, value_width, kv_block, lanes,
                        random.one_of<int64_t>({0, 5, 40}), random.flag(), 0.25f, of_q, kind};
-  const AttentionTile tile{0, length - tokens, tokens, 0, shared, table.data()};
-  const size_t stride = level.node_floats(call, tile.rows());
-  Floats scratch(level.attention_scratch_floats(call, tile.rows())), nodes(stride * static_cast<size_t>(lanes + 7));
+  const int64_t at_once = random.within(1, groups);
   const bool is_split = random.flag();
-  for (int64_t group = 0; group < groups; ++group) {
+  for (int64_t group = 0; group < groups; group += at_once) {
+    const AttentionTile tile{0, length - tokens, tokens, 0, shared, group, least_of(at_once, groups - group),
+                             table.data()};
+    const size_t stride = level.node_floats(call, tile);
+    Floats scratch(level.attention_scratch_floats(call, tile)), nodes(stride * static_cast<size_t>(lanes + 7));
     if (!is_split) {
-      level.attend(call, tile, group, scratch.data(), nodes.data());
+      level.attend(call, tile, scratch.data(), nodes.data());
       continue;
     }
     bool is_there[kMaxLanes];
     for (int64_t lane = 0; lane < lanes; ++lane)
-      is_there[lane] = level.attend_lane(call, tile, group, lane, scratch.data(),
+      is_there[lane] = level.attend_lane(call, tile, lane, scratch.data(),
                                          nodes.data() + stride * static_cast<size_t>(lane));
-    level.attend_join(call, tile, group, nodes.data(), static_cast<int64_t>(stride), is_there);
+    level.attend_join(call, tile, nodes.data(), is_there);
   }
   return floats_of(y, of_q);
 }

@@ -23,7 +23,7 @@ LEVELS = native.levels()
 # Of numbers of size 1: float32 sums of some hundred terms, or one rounding to bfloat16.
 TOLERANCE: dict[DType, float] = {"float32": 3e-6, "bfloat16": 1e-2}
 SHAPES = [
-    Heads(num_heads=4, num_groups=4, key_width=32),
+    Heads(num_heads=4, num_groups=4, key_width=64),
     Heads(num_heads=8, num_groups=2, key_width=128),
     Heads(num_heads=8, num_groups=1, key_width=96, window=20, has_sinks=True),
     Heads(num_heads=6, num_groups=2, key_width=32, window=72, is_chunked=True),
@@ -188,7 +188,7 @@ def test_a_block_of_another_sequence_is_caught() -> None:
 def test_no_rows_are_no_rows() -> None:
     case = Sequence(SHAPES[0], 1, native_ops())
     case.ops.write_kv(case.view(), case.key_TGC[:0], case.key_TGC[:0])
-    assert case.ops.attention(case.q_THC[:0], case.view(), softmax_scale=1.0).shape == (0, 4, 32)
+    assert case.ops.attention(case.q_THC[:0], case.view(), softmax_scale=1.0).shape == (0, 4, 64)
 
 
 @pytest.mark.parametrize("context", [1024, pytest.param(16384, marks=pytest.mark.long)])

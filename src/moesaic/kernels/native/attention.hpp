@@ -30,9 +30,10 @@ constexpr int64_t kv_row_bytes(KvKind kind, int64_t width) {
   return kind == KvKind::kFloat32 ? 4 * width : kind == KvKind::kBfloat16 ? 2 * width : width + 4;
 }
 
-// Positions [first_position, first_position + positions) of one sequence and some heads of each group: `rows` rows.
+// Positions [first_position, first_position + positions) of one sequence, and some heads of each of some groups: `rows`
+// rows a group.
 struct AttentionTile {
-  int64_t first_token, first_position, positions, first_head, heads;
+  int64_t first_token, first_position, positions, first_head, heads, first_group, groups;
   const int32_t* table;  // block ids by position / kv_block
 
   int64_t rows() const { return positions * heads; }

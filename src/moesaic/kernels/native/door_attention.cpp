@@ -1,5 +1,6 @@
 // Attention and writes to a KV pool: see attention.hpp.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
@@ -17,6 +18,7 @@ namespace {
 constexpr int64_t kMostRows = 60;           // of a tile: whole register tiles, keys and values reused that often
 constexpr int64_t kTileFloats = 12 * 1024;  // guess: values of a tile's rows, which stay in a cache beside the block
 constexpr int64_t kSplitPositions = 256;    // guess: a row that sees more may be split over threads by lanes
+constexpr int64_t kTasksOfThread = 8;       // guess: of equal work, so that none waits long for the last
 constexpr int64_t kSmallWork = 128 * 1024;  // guess: products that one thread has done before another wakes
 constexpr int64_t kWrittenNumbers = 32 * 1024;  // guess: of a task that writes to a pool, some 10 us
 
@@ -26,14 +28,47 @@ struct Row {
   int64_t first_token, num_tokens, start_idx, first_block, num_blocks;
 };
 
-struct Job {
-  const LevelTable* table;
-  const Attention* call;
-  const std::vector<AttentionTile>* tiles;
-  int64_t lanes;   // tasks of a tile and group
-  int64_t stride;  // floats of a node
-  float* nodes;
-  char* is_there;
+// A tile and the tasks that compute it: one for all lanes, or one a lane, of which the last to end joins their nodes.
+struct Piece {
+  AttentionTile tile;
+  int64_t first_task, num_tasks;
+  size_t first_node;  // in floats
+};
+
+// One call and the memory of all calls of a thread.
+struct Attending {
+  const LevelTable* table = nullptr;
+  const Attention* call = nullptr;
+  float* nodes = nullptr;
+  size_t num_node_floats = 0;
+  std::vector<Piece> pieces;
+  std::vector<int32_t> piece_of_task;
+  std::vector<char> is_there;                    // by task
+  std::vector<std::atomic<int64_t>> tasks_left;  // by piece; it only grows by being replaced
+
+  void start(const LevelTable* of_level, const Attention& of_step) {
+    table = of_level;
+    call = &of_step;
+    num_node_floats = 0;
+    pieces.clear();
+    piece_of_task.clear();
+  }
+
+  void add(const AttentionTile& tile, int64_t num_tasks) {
+    pieces.push_back({tile, num_all_tasks(), num_tasks, num_node_floats});
+    piece_of_task.insert(piece_of_task.end(), static_cast<size_t>(num_tasks), static_cast<int32_t>(pieces.size() - 1));
+    if (num_tasks > 1) num_node_floats += static_cast<size_t>(num_tasks) * table->node_floats(*call, tile);
+  }
+
+  int64_t num_all_tasks() const { return static_cast<int64_t>(piece_of_task.size()); }
+
+  // After the last piece.
+  void make_room(Kernels& kernels) {
+    nodes = kernels.scratch_of(num_node_floats);
+    is_there.resize(piece_of_task.size());
+    if (tasks_left.size() < pieces.size()) tasks_left = std::vector<std::atomic<int64_t>>(pieces.size());
+    for (size_t i = 0; i < pieces.size(); ++i) tasks_left[i].store(pieces[i].num_tasks);
+  }
 };
 
 [[noreturn]] void fail(const std::string& what) { throw std::invalid_argument("attention: " + what); }
@@ -105,16 +140,27 @@ void check_row(const Attention& call, const Row& row, int64_t next_token, int64_
   }
 }
 
-std::vector<AttentionTile> cut(const Attention& call, const Row* rows, int64_t num_rows, const int32_t* tables) {
+// A row in tiles, in pieces of about `share` products; 0: one thread does all. Groups lie side by side in a block, so
+// that a tile of few rows takes several. Bits are the same for every cut.
+void cut(Attending& run, const Row& row, const int32_t* tables, int64_t share) {
+  const Attention& call = *run.call;
   const int64_t most = std::max<int64_t>(6, std::min(kMostRows, kTileFloats / call.value_width));
   const int64_t shared = call.heads_per_group(), heads = std::min(shared, most), positions = most / heads;
-  std::vector<AttentionTile> tiles;
-  for (int64_t i = 0; i < num_rows; ++i)
-    for (int64_t at = 0; at < rows[i].num_tokens; at += positions)
-      for (int64_t head = 0; head < shared; head += heads)
-        tiles.push_back({rows[i].first_token + at, rows[i].start_idx + at, std::min(positions, rows[i].num_tokens - at),
-                         head, std::min(heads, shared - head), tables + rows[i].first_block});
-  return tiles;
+  for (int64_t at = 0; at < row.num_tokens; at += positions)
+    for (int64_t head = 0; head < shared; head += heads) {
+      AttentionTile tile{row.first_token + at, row.start_idx + at, std::min(positions, row.num_tokens - at), head,
+                         std::min(heads, shared - head), 0, 0, tables + row.first_block};
+      const int64_t seen = tile.first_position + tile.positions - call.oldest(tile.first_position);
+      int64_t work = tile.rows() * seen * (call.key_width + call.value_width);  // of a group
+      int64_t groups = std::clamp<int64_t>(kTileFloats / (tile.rows() * call.value_width), 1, call.groups);
+      const bool is_split = share > 0 && call.lanes > 1 && seen > kSplitPositions && work * groups > 2 * share;
+      if (is_split) work /= call.lanes;
+      if (share > 0) groups = std::clamp<int64_t>(share / work, 1, groups);
+      for (; tile.first_group < call.groups; tile.first_group += groups) {
+        tile.groups = std::min(groups, call.groups - tile.first_group);
+        run.add(tile, is_split ? call.lanes : 1);
+      }
+    }
 }
 
 float* floats_of_thread(size_t count) {
@@ -130,29 +176,24 @@ int64_t depth_of(int64_t lanes) {
 }
 
 void attend_task(void* context, int64_t task) {
-  const Job& job = *static_cast<Job*>(context);
-  const AttentionTile& tile = (*job.tiles)[task / job.call->groups];
-  const size_t scratch = job.table->attention_scratch_floats(*job.call, tile.rows());
-  const size_t nodes = job.table->node_floats(*job.call, tile.rows()) * static_cast<size_t>(depth_of(job.call->lanes));
-  float* floats = floats_of_thread(scratch + nodes);
-  job.table->attend(*job.call, tile, task % job.call->groups, floats, floats + scratch);
-}
-
-void lane_task(void* context, int64_t task) {
-  const Job& job = *static_cast<Job*>(context);
-  const int64_t lane = task % job.lanes, group = task / job.lanes % job.call->groups;
-  const AttentionTile& tile = (*job.tiles)[task / job.lanes / job.call->groups];
-  float* floats = floats_of_thread(job.table->attention_scratch_floats(*job.call, tile.rows()));
-  job.is_there[task] =
-      job.table->attend_lane(*job.call, tile, group, lane, floats, job.nodes + task * job.stride);
-}
-
-void join_task(void* context, int64_t task) {
-  const Job& job = *static_cast<Job*>(context);
+  Attending& run = *static_cast<Attending*>(context);
+  const Attention& call = *run.call;
+  const int32_t at = run.piece_of_task[task];
+  const Piece& piece = run.pieces[at];
+  const size_t scratch = run.table->attention_scratch_floats(call, piece.tile);
+  const size_t node = run.table->node_floats(call, piece.tile);
+  if (piece.num_tasks == 1) {
+    float* floats = floats_of_thread(scratch + node * static_cast<size_t>(depth_of(call.lanes)));
+    return run.table->attend(call, piece.tile, floats, floats + scratch);
+  }
+  const int64_t lane = task - piece.first_task;
+  float* nodes = run.nodes + piece.first_node;
+  run.is_there[task] = run.table->attend_lane(call, piece.tile, lane, floats_of_thread(scratch),
+                                              nodes + node * static_cast<size_t>(lane));
+  if (run.tasks_left[at].fetch_sub(1) > 1) return;
   bool is_there[kMaxLanes];
-  for (int64_t i = 0; i < job.lanes; ++i) is_there[i] = job.is_there[task * job.lanes + i] != 0;
-  job.table->attend_join(*job.call, (*job.tiles)[task / job.call->groups], task % job.call->groups,
-                         job.nodes + task * job.lanes * job.stride, job.stride, is_there);
+  for (int64_t i = 0; i < call.lanes; ++i) is_there[i] = run.is_there[piece.first_task + i] != 0;
+  run.table->attend_join(call, piece.tile, nodes, is_there);
 }
 
 struct WriteJob {
@@ -222,33 +263,23 @@ void run_attention(Kernels& kernels, const Attention& call, int64_t key_bytes, i
   const int64_t in_block = groups * call.kv_block;
   const int64_t num_blocks = std::min(blocks_of("the key pool", key_bytes, in_block * call.key_bytes()),
                                       blocks_of("the value pool", value_bytes, in_block * call.value_bytes()));
-  int64_t next_token = 0, longest = 0;
+  int64_t next_token = 0, work = 0;
   for (int64_t i = 0; i < step.num_rows; ++i) {
     check_row(call, all[i], next_token, num_tokens, step.num_ids, ids, num_blocks);
     next_token += all[i].num_tokens;
-    longest = std::max(longest, all[i].start_idx + 1 - call.oldest(all[i].start_idx));
+    const int64_t seen = all[i].start_idx + all[i].num_tokens - call.oldest(all[i].start_idx);
+    work += all[i].num_tokens * call.heads * seen * (call.key_width + call.value_width);
   }
   if (next_token != num_tokens) fail(text(num_tokens) + " tokens, sequences of " + text(next_token) + " in all");
   std::lock_guard<std::mutex> turn(kernels.turn);
-  const std::vector<AttentionTile> tiles = cut(call, all, step.num_rows, ids);
-  int64_t most_rows = 0, work = 0;
-  for (const AttentionTile& tile : tiles) {
-    const int64_t first = call.oldest(tile.first_position), seen = tile.first_position + tile.positions - first;
-    most_rows = std::max(most_rows, tile.rows());
-    work += tile.rows() * seen * (call.key_width + call.value_width) * groups;
-  }
-  const bool is_small = work < kSmallWork || kernels.team.num_threads() == 1;
-  const int64_t num_tasks = static_cast<int64_t>(tiles.size()) * groups;
-  Job job{kernels.table, &call, &tiles, 1, 0, nullptr, nullptr};
-  if (is_small || call.lanes == 1 || num_tasks >= 4 * kernels.team.num_threads() || longest <= kSplitPositions)
-    return run(kernels, is_small, num_tasks, attend_task, &job);
-  job.lanes = call.lanes;
-  job.stride = static_cast<int64_t>(kernels.table->node_floats(call, most_rows));
-  job.nodes = kernels.scratch_of(static_cast<size_t>(num_tasks * job.lanes * job.stride));
-  std::vector<char> is_there(static_cast<size_t>(num_tasks * job.lanes));
-  job.is_there = is_there.data();
-  run(kernels, false, num_tasks * job.lanes, lane_task, &job);
-  run(kernels, false, num_tasks, join_task, &job);
+  const int64_t num_threads = kernels.team.num_threads();
+  const bool is_small = work < kSmallWork || num_threads == 1;
+  thread_local Attending of_thread;
+  of_thread.start(kernels.table, call);
+  for (int64_t i = 0; i < step.num_rows; ++i)
+    cut(of_thread, all[i], ids, is_small ? 0 : work / (kTasksOfThread * num_threads));
+  of_thread.make_room(kernels);
+  run(kernels, is_small, of_thread.num_all_tasks(), attend_task, &of_thread);
 }
 
 void run_kv_write(Kernels& kernels, const KvWrite& call, int64_t pool_bytes, const KvStep& step) {

@@ -29,14 +29,14 @@ struct LevelTable {
   void (*moe_inner)(const Moe&, int64_t slot, int64_t first_column, int64_t end_column);
   void (*moe_down)(const Moe&, int64_t slot, int64_t first_column, int64_t end_column);
   void (*moe_combine)(const Moe&, int64_t first_token, int64_t end_token);
-  // Floats of scratch of a tile of so many rows, and of a node: what some lanes hold of these rows.
-  size_t (*attention_scratch_floats)(const Attention&, int64_t rows);
-  size_t (*node_floats)(const Attention&, int64_t rows);
-  // A tile whole, with a node for each level of the tree of lanes and one more; or lane by lane and then joined.
-  void (*attend)(const Attention&, const AttentionTile&, int64_t group, float* scratch, float* nodes);
-  bool (*attend_lane)(const Attention&, const AttentionTile&, int64_t group, int64_t lane, float* scratch, float* node);
-  void (*attend_join)(const Attention&, const AttentionTile&, int64_t group, float* nodes, int64_t stride,
-                      bool* is_there);
+  // Floats of scratch of a tile, and of a node: what some lanes hold of its rows.
+  size_t (*attention_scratch_floats)(const Attention&, const AttentionTile&);
+  size_t (*node_floats)(const Attention&, const AttentionTile&);
+  // A tile whole, with a node for each level of the tree of lanes and one more; or lane by lane, and then its nodes
+  // joined, of which `is_there` says whether they have anything.
+  void (*attend)(const Attention&, const AttentionTile&, float* scratch, float* nodes);
+  bool (*attend_lane)(const Attention&, const AttentionTile&, int64_t lane, float* scratch, float* node);
+  void (*attend_join)(const Attention&, const AttentionTile&, float* nodes, bool* is_there);
   void (*write_kv)(const KvWrite&, int64_t first_token, int64_t end_token, float* row);
   void (*norm_rows)(const Norm&, int64_t first_row, int64_t end_row, float* row);
   void (*rotate)(const Rotation&, int64_t first_token, int64_t end_token);
