@@ -1,11 +1,14 @@
 """Decode speed of several ranks with one thread each, next to one process with as many threads.
 
+With --tp: of ranks that share attention over memory, next to the same ranks over gloo.
+
 Each engine runs in a process tree of its own, in turn, `--rounds` times. All decode as many tokens greedily
 after prompts of the same length, through `moesaic.LLM`: scheduler, sampling and the pipes to the ranks are
 counted. Prompts are other ones in every run, so that nothing is cached.
 
     python bench/ranks.py demo
     python bench/ranks.py FOLDER --format int4-g32 --json
+    python bench/ranks.py demo --tp 2
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from moesaic.audit.bench.report import load_average
 from moesaic.engine.llm import LLM
 from moesaic.spec.locate import locate
 
-GOAL = 0.9
+GOAL, TP_GOAL = 0.9, 1.0
 PROMPT_LEN = 32
 
 
@@ -37,6 +40,9 @@ def rate(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
 def child(args: argparse.Namespace) -> dict[str, Any]:
     """The rates of one engine; the first run warms up."""
     options = {"num_ranks": args.ranks, "num_threads": args.threads, "format": args.format}
+    if args.tp is not None:
+        leaves = 1 << (args.tp - 1).bit_length()
+        options |= {"tp": args.tp, "tp_wires": args.tp_wires, "matmul_shards": leaves}
     with LLM(args.model, max_num_seqs=args.batch, max_model_len=PROMPT_LEN + args.tokens, **options) as llm:
         active = llm.engine.snapshot().active
         rates = []
@@ -47,18 +53,28 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
         return {"rates": rates[1:], "layout": active["layout"], "backend": active["backend"]}
 
 
-def run_child(args: argparse.Namespace, ranks: int, seed: int) -> dict[str, Any]:
+def run_child(args: argparse.Namespace, engine: dict[str, Any], seed: int) -> dict[str, Any]:
     """One engine in processes of its own."""
-    command = [sys.executable, __file__, args.model, "--child", "--seed", str(seed), "--ranks", str(ranks)]
-    for name in ("threads", "batch", "tokens", "runs"):
-        command += [f"--{name}", str(getattr(args, name))]
-    command += ["--format", args.format] if args.format else []
-    print(f"measuring {ranks} rank{'s' * (ranks > 1)}", file=sys.stderr, flush=True)
+    command = [sys.executable, __file__, args.model, "--child", "--seed", str(seed)]
+    given = {name: getattr(args, name) for name in ("threads", "batch", "tokens", "runs", "format")} | engine
+    for name, value in given.items():
+        command += [] if value is None else [f"--{name}", str(value)]
+    print(f"measuring {' '.join(f'{name} {value}' for name, value in engine.items())}", file=sys.stderr)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(done.stderr)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def name_of(layout: dict[str, Any], threads: int) -> str:
+    """What an engine is called in the table."""
+    ranks = layout["num_ranks"]
+    if ranks == 1:
+        return f"one process, {threads} threads"
+    how = f"{layout['dispatcher']}{' fused' if layout['is_fused'] else ''}"
+    how += f", tp over {layout['tp_wires']}" if layout["tp_wires"] else ""
+    return f"{ranks} ranks of {threads // ranks}, {how}"
 
 
 def main() -> None:
@@ -69,54 +85,53 @@ def main() -> None:
     parser.add_argument("model", help="a folder, or demo")
     parser.add_argument("--format", help="of the weights; default: the checkpoint's own")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--tp", type=int, help="ranks of a replica: compare their wires, gloo and shared memory"
+    )
     parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3, help="of each engine and round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
+    for hidden, kind in (("--tp-wires", str), ("--seed", int)):
+        parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print(json.dumps(child(args)))
         return
     locate(args.model)  # before anything is started
     before = load_average()
-    rates: dict[int, list[float]] = {1: [], args.ranks: []}
-    layout: dict[str, Any] = {}
+    if args.tp is None:
+        engines: list[dict[str, Any]] = [{"ranks": 1}, {"ranks": args.ranks}]
+    else:
+        both = {"ranks": args.ranks, "tp": args.tp}
+        engines = [both | {"tp-wires": wires} for wires in ("gloo", "shared_memory")]
+    rates: dict[str, list[float]] = {}
     for round_ in range(args.rounds):
-        for ranks, samples in rates.items():
-            found = run_child(args, ranks, round_)
-            samples += found["rates"]
-            layout = found["layout"]
+        for engine in engines:
+            found = run_child(args, engine, round_)
+            rates.setdefault(name_of(found["layout"], args.threads), []).extend(found["rates"])
     spreads = [spread(of) for of in rates.values()]
-    ratio = spreads[1]["median"] / spreads[0]["median"]
-    each = args.threads // args.ranks
-    how = f"{layout['dispatcher']}{' fused' if layout['is_fused'] else ''}"
+    ratio, goal = spreads[1]["median"] / spreads[0]["median"], GOAL if args.tp is None else TP_GOAL
     name = f"{args.model.rstrip('/').rsplit('/', 1)[-1]} {args.format or ''}".strip()
     if args.json:
-        verdict = "met" if ratio >= GOAL else f"short of {GOAL:g}x"
+        verdict = "met" if ratio >= goal else f"short of {goal:g}x"
+        first, second = rates
         result = describe(
-            f"{name}: {args.ranks} ranks of {each} thread next to one process, decode",
-            [
-                "batch",
-                f"one process, {args.threads} threads: tokens/s",
-                f"{args.ranks} ranks, {how}: tokens/s",
-                "ratio",
-                "",
-            ],
+            f"{name}, decode: {second}, next to {first}",
+            ["batch", *(f"{one}: tokens/s" for one in rates), "ratio", ""],
             [[args.batch, *spreads, f"{ratio:.2f}", verdict]],
             [f"Prompts of {PROMPT_LEN} tokens, {args.tokens} more; load {before:.1f} before."],
         )
         print(json.dumps(result, indent=2))
     else:
-        alone, several = (f"{of['median']:.1f} ({of['min']:.1f} to {of['max']:.1f})" for of in spreads)
         print(f"{name}, batch {args.batch}, load {before:.1f}: tokens/s")
-        print(f"  one process, {args.threads} threads      {alone}")
-        print(f"  {args.ranks} ranks of {each}, {how}  {several}")
-        print(f"  ratio {ratio:.2f}, goal {GOAL:g}")
-    sys.exit(0 if ratio >= GOAL else 3)
+        for one, of in zip(rates, spreads, strict=True):
+            print(f"  {one:<44}{of['median']:.1f} ({of['min']:.1f} to {of['max']:.1f})")
+        print(f"  ratio {ratio:.2f}, goal {goal:g}")
+    sys.exit(0 if ratio >= goal else 3)
 
 
 if __name__ == "__main__":

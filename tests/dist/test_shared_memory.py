@@ -231,7 +231,7 @@ def test_what_a_dead_run_left_is_removed_and_what_a_living_one_holds_is_not() ->
 def test_without_native_kernels_the_dispatcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "module", lambda: None)
     with pytest.raises(
-        KernelUnavailable, match=r"shared_memory needs native kernels.* use dispatcher exchange"
+        KernelUnavailable, match=r"memory that ranks share needs native kernels.* use dispatcher exchange"
     ):
         segments_in_one_process(2, [])
     assert data_parallel(2).dispatcher == "exchange"

@@ -147,6 +147,7 @@ def test_ranks_that_share_attention_answer_as_one_process_with_the_same_leaves(
         assert found.active["layout"]["dispatcher"] in (
             ("gathered",) if num_ranks == tp else ("shared_memory", "exchange")
         )
+        assert found.active["layout"]["tp_wires"] == ("shared_memory" if native.module() else "gloo")
         # Heads, widths and experts are shared: only what feeds all heads, embedding and head are there twice.
         assert found.weight_bytes < 1.5 * (num_ranks // tp) * alone.snapshot.weight_bytes
         assert choices_of(llm) == alone.choices
@@ -198,7 +199,12 @@ def test_a_placement_for_other_ranks_names_both_ways_out(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("launcher", "ray"), ("rank_address", "127.0.0.1:0"), ("replica_choice", "hash")],
+    [
+        ("launcher", "ray"),
+        ("rank_address", "127.0.0.1:0"),
+        ("replica_choice", "hash"),
+        ("tp_wires", "gloo"),
+    ],
 )
 def test_what_is_for_several_ranks_is_refused_on_one(name: str, value: str) -> None:
     flag = name.replace("_", "-")
@@ -255,6 +261,8 @@ def test_attention_that_cannot_be_shared_is_refused_before_a_process_starts() ->
             r"layer 1, down of an expert: .* 128 / 4 = 32 is not a multiple of 64",
         ),
         ({"num_ranks": 4, "tp": 2, "matmul_shards": 4, "dispatcher": "gathered"}, "ask for --tp 4"),
+        ({"num_ranks": 2, "tp_wires": "gloo"}, "--tp-wires gloo is for ranks that share attention"),
+        ({"num_ranks": 2, "tp_wires": "glue"}, "tp_wires 'glue' is unknown; known: gloo, shared_memory"),
     ):
         with pytest.raises(ConfigError, match=message):
             LLM("demo", **OPTIONS, **wish)

@@ -115,6 +115,12 @@ class LayoutOptions:
             "--tp", min=1, help="Ranks that share one replica's attention; see --matmul-shards [default: 1]."
         ),
     ] = None
+    tp_wires: Annotated[
+        str | None,
+        typer.Option(
+            help="What ranks of a replica sum over: gloo or shared_memory [default: memory that they share]."
+        ),
+    ] = None
     placement: Annotated[
         str | None,
         typer.Option(help="File of moesaic balance -o: which rank has which experts [default: equal runs]."),
@@ -181,6 +187,7 @@ class LayoutOptions:
         )
         return {
             "layout": wish,
+            "tp_wires": self.tp_wires,
             "launcher": self.launcher,
             "rank_address": self.rank_address,
             "share_weights": self.share_weights,

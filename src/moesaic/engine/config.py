@@ -7,7 +7,7 @@ variables of the whole project are read here and nowhere else.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from moesaic.sched.capacity import pool_sizes, useful_bytes
 from moesaic.sched.ledger import CacheGroup, cache_groups
 from moesaic.sched.scheduler import Limits
 from moesaic.spec.hub import hub_cache
+from moesaic.spec.layout_rules import TP_WIRES, TpWires
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import (
     DTYPE_BYTES,
@@ -53,6 +54,20 @@ _COUNTS = (
 
 LauncherName = Literal["local", "torchrun", "ray"]
 LAUNCHERS: tuple[LauncherName, ...] = get_args(LauncherName)
+_KNOWN: Mapping[str, Collection[str]] = MappingProxyType(
+    {
+        "preset": PRESETS,
+        "dtype": DTYPE_BYTES,
+        "format": FORMATS,
+        "kv_format": KV_FORMATS,
+        "dispatch_format": WIRE_FORMATS,
+        "replica_choice": REPLICA_CHOICES,
+        "tp_wires": TP_WIRES,
+        "launcher": LAUNCHERS,
+        "numa": get_args(Numa),
+    }
+)
+"""Values of the fields that are a name; their default is one, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +92,7 @@ class EngineConfig:
     trace_routes: bool = False  # report which experts every token chose
     layout: LayoutWish = field(default_factory=LayoutWish)  # over how many processes, and how
     replica_choice: ReplicaChoice = "turns"  # which copy of an expert a row goes to; never what it comes to
+    tp_wires: TpWires | None = None  # that a replica's ranks sum over; None: memory where they can share it
     launcher: LauncherName | None = (
         None  # of these processes; None: torchrun when it started this, else local
     )
@@ -85,38 +101,18 @@ class EngineConfig:
     numa: Numa = "spread"  # over all nodes that this process may use; off: where the loading thread runs
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise ConfigError(f"preset {self.preset!r} is unknown; {nearest(self.preset, PRESETS)}")
-        if self.dtype is not None and self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"dtype {self.dtype!r} is unknown; {nearest(self.dtype, DTYPE_BYTES)}")
-        if self.format is not None and self.format not in FORMATS:
-            raise ConfigError(f"format {self.format!r} is unknown; {nearest(self.format, FORMATS)}")
-        if self.kv_format is not None and self.kv_format not in KV_FORMATS:
-            raise ConfigError(
-                f"kv_format {self.kv_format!r} is unknown; {nearest(self.kv_format, KV_FORMATS)}"
-            )
-        if self.dispatch_format is not None and self.dispatch_format not in WIRE_FORMATS:
-            raise ConfigError(
-                f"dispatch_format {self.dispatch_format!r} is unknown; "
-                f"{nearest(self.dispatch_format, WIRE_FORMATS)}"
-            )
-        if self.launcher is not None and self.launcher not in LAUNCHERS:
-            raise ConfigError(f"launcher {self.launcher!r} is unknown; {nearest(self.launcher, LAUNCHERS)}")
+        for one in fields(self):
+            known, value = _KNOWN.get(one.name), getattr(self, one.name)
+            if known is not None and value not in (*known, one.default):
+                raise ConfigError(f"{one.name} {value!r} is unknown; {nearest(value, known)}")
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if self.numa not in get_args(Numa):
-            raise ConfigError(f"numa {self.numa!r} is unknown; {nearest(self.numa, get_args(Numa))}")
         if self.max_tokens_per_step < self.max_num_seqs:
             raise ConfigError(
                 f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): each running request takes a token of every step"
-            )
-        if self.replica_choice not in REPLICA_CHOICES:
-            raise ConfigError(
-                f"replica_choice {self.replica_choice!r} is unknown; "
-                f"{nearest(self.replica_choice, REPLICA_CHOICES)}"
             )
 
     @classmethod

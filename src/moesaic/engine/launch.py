@@ -14,7 +14,15 @@ from moesaic.engine.launchers.launcher import Address, Launcher
 from moesaic.engine.launchers.local import Local
 from moesaic.engine.launchers.ray import Ray
 from moesaic.engine.launchers.torchrun import Torchrun
-from moesaic.engine.layout import Arrangement, check_split, data_parallel, describe_layout, settle
+from moesaic.engine.layout import (
+    Arrangement,
+    check_split,
+    check_tp_wires,
+    data_parallel,
+    describe_layout,
+    settle,
+    tp_wires_of,
+)
 from moesaic.engine.link import Link, LocalLink
 from moesaic.engine.loop import Engine, Facts
 from moesaic.engine.machine import Machine, read_machine
@@ -40,6 +48,7 @@ from moesaic.sched.ledger import KvLedger
 from moesaic.sched.scheduler import Scheduler
 from moesaic.spec.deployment import ATTENTION_AXES, EXPERT_AXES, Layout
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
+from moesaic.spec.layout_rules import TpWires
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
 from moesaic.units import format_bytes
@@ -61,6 +70,7 @@ class ModelFacts:
     layout: Layout
     plan: ExpertPlan | None = None  # that it starts with; None: equal runs
     replica_choice: ReplicaChoice = "turns"
+    tp_wires: TpWires | None = None  # that a replica's ranks sum over; None: each is one rank
     pids: tuple[int, ...]  # of the ranks
 
     @classmethod
@@ -164,6 +174,7 @@ def _check_alone(config: EngineConfig) -> None:
         ("launcher", config.launcher, ("local", "torchrun")),  # torchrun may start one
         ("rank-address", config.rank_address, ()),
         ("replica-choice", config.replica_choice, ("turns",)),
+        ("tp-wires", config.tp_wires, ()),
     ):
         if asked is not None and asked not in usual:
             raise ConfigError(
@@ -195,6 +206,7 @@ def _start_on_ranks(
         spec, backend=default_backend(), stated=arranged.numerics
     )
     check_split(arranged.layout, spec, numerics)
+    check_tp_wires(arranged.layout, config.tp_wires)
     ranks = Ranks(launcher, arranged.layout.num_ranks)
     try:
         hellos = ranks.await_hello()
@@ -214,6 +226,7 @@ def _start_on_ranks(
             layout=arranged.layout,
             plan=arranged.plan,
             replica_choice=config.replica_choice,
+            tp_wires=tp_wires_of(arranged.layout, config.tp_wires, setups[0].hosts),
             pids=tuple(one.pid for one in hellos),
         )
         machine = _smallest(setups[0].hosts, [one.machine for one in ready])
@@ -293,7 +306,7 @@ def _engine(
     for line in (
         f"weights {format_bytes(model.weight_bytes)} ({model.numerics.formats.default.weight}), "
         f"backend {model.numerics.backend}",
-        *([f"{ranks} ranks: {describe_layout(model.layout)}"] if ranks > 1 else []),
+        *([f"{ranks} ranks: {describe_layout(model.layout, model.tp_wires)}"] if ranks > 1 else []),
         config.describe_kv(),
         model.proof.summary(),
         *notes,
@@ -389,6 +402,7 @@ def describe(model: ModelFacts, config: ResolvedConfig, notes: list[str]) -> dic
             "num_ranks": model.layout.num_ranks,
             "num_micro_batches": model.layout.num_micro_batches,
             "ranks_per_node": model.layout.ranks_per_node,
+            "tp_wires": model.tp_wires,
         },
         "num_threads": config.num_threads,
         "kv": {

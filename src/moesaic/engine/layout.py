@@ -25,6 +25,7 @@ from moesaic.spec.layout_rules import (
     GATHERED_RULE,
     NOT_BUILT,
     Dispatcher,
+    TpWires,
 )
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
@@ -274,6 +275,38 @@ def settle(arranged: Arrangement, wish: LayoutWish, hosts: Sequence[str]) -> Arr
     )
 
 
+def check_tp_wires(layout: Layout, wish: TpWires | None) -> None:
+    """Refuse wires between the ranks of a replica where each replica is one rank.
+
+    Raises: ConfigError.
+    """
+    if wish is not None and layout.attention.size("tp") == 1:
+        raise ConfigError(
+            f"--tp-wires {wish} is for ranks that share attention, and none do: ask for --tp, or leave "
+            "--tp-wires out"
+        )
+
+
+def tp_wires_of(layout: Layout, wish: TpWires | None, hosts: Sequence[str]) -> TpWires | None:
+    """What the ranks of a replica sum and gather over, on these hosts by rank; None: a replica is one rank.
+
+    Not stated it is memory where each replica has one host, and kernels that can share it are built.
+
+    Raises: ConfigError as `check_tp_wires`, and naming two ranks that cannot share memory as was stated.
+    """
+    check_tp_wires(layout, wish)
+    tp = layout.attention.size("tp")
+    if tp == 1:
+        return None
+    far = [rank for rank, host in enumerate(hosts) if host != hosts[rank // tp * tp]]
+    if wish == "shared_memory" and far:
+        raise ConfigError(
+            f"--tp-wires shared_memory is for replicas of one host, and ranks {far[0] // tp * tp} and "
+            f"{far[0]} of one share none: use gloo"
+        )
+    return wish or ("gloo" if far or native.module() is None else "shared_memory")
+
+
 def read_plan(path: str, num_ranks: int, spec: ModelSpec) -> ExpertPlan:
     """The placement that `moesaic balance -o` wrote, for this model and these ranks.
 
@@ -360,13 +393,15 @@ def check_placement(plan: ExpertPlan, num_ranks: int, spec: ModelSpec, *, where:
         raise ConfigError(f"{where}: version must be 0 to {MAX_VERSION}, got {plan.version}")
 
 
-def describe_layout(layout: Layout) -> str:
+def describe_layout(layout: Layout, tp_wires: TpWires | None = None) -> str:
     """`attention dp 4, experts ep 4, exchange`, and what is not as usual."""
     parts = []
     for name, grid in (("attention", layout.attention), ("experts", layout.experts)):
         axes = " ".join(f"{axis} {size}" for axis, size in grid.axes.items() if size > 1) or "on one rank"
         parts.append(f"{name} {axes}")
     parts.append(layout.dispatcher + (" fused" if layout.is_fused else ""))
+    if tp_wires is not None:
+        parts.append(f"tp over {tp_wires}")
     if layout.returns != "choices":
         parts.append(f"returns {layout.returns}")
     if layout.num_micro_batches > 1:

@@ -29,7 +29,7 @@ from torch import distributed as dist
 from moesaic import __version__
 from moesaic.engine.config import EngineConfig, ResolvedConfig, read_environment
 from moesaic.engine.grammar import Grammars
-from moesaic.engine.layout import Arrangement, Started, arrange, describe_layout, settle
+from moesaic.engine.layout import Arrangement, Started, arrange, describe_layout, settle, tp_wires_of
 from moesaic.engine.link import MOVE_TIMEOUT_S
 from moesaic.engine.machine import Machine, host_key, read_machine
 from moesaic.engine.runner import Runner
@@ -44,7 +44,7 @@ from moesaic.kv.pool import KvPool
 from moesaic.models.build import Dispatcher, LoadedModel, Share, TensorShare, build, read_spec
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.home import SHARED_FOLDER, Home
-from moesaic.parallel.dispatch.build import connect, make_dispatcher
+from moesaic.parallel.dispatch.build import connect, connect_replica, make_dispatcher
 from moesaic.parallel.dispatch.fused_ranks import FusedRanks
 from moesaic.parallel.gloo import GlooTransport
 from moesaic.parallel.mesh import Identity, Mesh
@@ -54,6 +54,7 @@ from moesaic.sched.step import StepPlan, StepResult
 from moesaic.spec.codec import to_plain
 from moesaic.spec.deployment import Layout
 from moesaic.spec.experts import ExpertPlan, IntArray, contiguous_plan
+from moesaic.spec.layout_rules import TpWires
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
 from moesaic.spec.tensor_split import TensorSplit
@@ -173,14 +174,18 @@ def split_of(layout: Layout, numerics: Numerics, rank: int) -> TensorSplit | Non
     return TensorSplit(rank=rank % size, size=size, num_leaves=numerics.matmul_shards)
 
 
-def tensor_share(mesh: Mesh, layout: Layout, numerics: Numerics) -> TensorShare | None:
+def tensor_share(
+    mesh: Mesh, setup: RankSetup, spec: ModelSpec, numerics: Numerics, wires: TpWires | None
+) -> TensorShare | None:
     """This rank's part of its replica, and the wires to the others of it; None: it is the replica."""
+    layout = setup.layout
     split = split_of(layout, numerics, mesh.rank)
-    if split is None:
+    if split is None or wires is None:
         return None
-    wires = GlooTransport(mesh.part(split.size), num_lanes=TensorRanks.LANES * layout.num_micro_batches)
+    max_tokens = setup.config.max_tokens_per_step
+    ends = connect_replica(layout, mesh, spec, numerics, max_tokens, split=split, wires=wires)
     return TensorShare(
-        split=split, ranks=TensorRanks(wires, split), has_own_rows=layout.dispatcher != "gathered"
+        split=split, ranks=TensorRanks(ends, split), has_own_rows=layout.dispatcher != "gathered"
     )
 
 
@@ -194,17 +199,18 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
     checkpoint, spec = Checkpoint.open(config.model), read_spec(config.model)
     numerics = config.numerics_for(spec, backend=default_backend(), stated=setup.numerics)
     plan = plan_of(setup, spec)
+    tp_wires = tp_wires_of(layout, config.tp_wires, setup.hosts)
     mesh.agree(
         Identity(
             version=__version__,
             checkpoint=checkpoint.header_digest(),
             numerics=numerics.digest(),
             backend=numerics.backend,
-            layout=f"{describe_layout(layout)}, placement {digest(to_plain(plan))}, steps of up to "
+            layout=f"{describe_layout(layout, tp_wires)}, placement {digest(to_plain(plan))}, steps of up to "
             f"{config.max_tokens_per_step} tokens",
         )
     )
-    wires = connect(layout, mesh, spec.moe_layers, numerics, config.max_tokens_per_step)
+    wires = connect(layout, mesh, spec.moe_layers, numerics, config.max_tokens_per_step, tp_wires=tp_wires)
 
     def dispatcher(spec: ModelSpec, numerics: Numerics) -> Dispatcher | FusedRanks:
         return make_dispatcher(
@@ -224,7 +230,7 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
             dispatcher=dispatcher,
             moves=GlooTransport(mesh, num_lanes=1, name="moves"),
             traffic=wires.traffic,
-            tensor=tensor_share(mesh, layout, numerics),
+            tensor=tensor_share(mesh, setup, spec, numerics, tp_wires),
         ),
     )
 

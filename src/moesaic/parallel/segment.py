@@ -33,6 +33,7 @@ PREFIX = "moesaic-ranks-"
 LINE = 64  # bytes; as in wire.hpp, and so is DEPTH
 DEPTH = 2
 _NAME = "name of the shared memory"
+EXCHANGE = "use dispatcher exchange"  # what to do without memory that ranks share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +91,18 @@ class Segment:
     Owns:    the mapping: what was taken from it lives as long as it is referred to.
     """
 
-    def __init__(self, descriptor: int, shape: SegmentShape, rank: int, watched: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        shape: SegmentShape,
+        rank: int,
+        watched: Sequence[int] = (),
+        *,
+        first_rank: int = 0,
+    ) -> None:
         """`watched` are descriptors of the ranks' processes, -1 for one that is not watched; none: no rank.
+
+        `first_rank` of the run is rank 0 here.
 
         Raises: KernelUnavailable without native kernels, whose atomics ranks talk by.
         """
@@ -99,37 +110,38 @@ class Segment:
         mapping = mmap.mmap(descriptor, shape.num_bytes)
         self.shape = shape
         self.rank = rank
+        self.first_rank = first_rank
         self.memory: Tensor = torch.from_numpy(np.frombuffer(mapping, dtype=np.uint8))
         self.wire = compiled.Wire(
             self.memory.data_ptr(), shape.num_bytes, rank, shape.num_ranks, shape.places(), list(watched)
         )
 
     @classmethod
-    def join(cls, mesh: Mesh, shape: SegmentShape) -> Segment:
-        """The segment of all ranks of a mesh, who must be on one machine.
+    def join(cls, mesh: Mesh, shape: SegmentShape, *, instead: str = EXCHANGE) -> Segment:
+        """The segment of all ranks of a mesh, who must be on one machine; `instead` is what errors propose.
 
         Raises: CapacityError on every rank when /dev/shm is too small; KernelUnavailable as `__init__`;
                 PeerLost naming a rank that did not come; ConfigError for ranks that do not share /dev/shm.
         """
-        compiled_wires()
+        compiled_wires(instead)
         path = None
         if mesh.rank == 0:
-            descriptor, path = _make_or_tell(mesh, shape)
+            descriptor, path = _make_or_tell(mesh, shape, instead)
         else:
-            descriptor = _open(mesh.store.get(_NAME).decode())
+            descriptor = _open(mesh.store.get(_NAME).decode(), instead)
         try:
             mesh.store.set(f"process of {mesh.rank}", str(os.getpid()))
             mesh.meet("shared memory")  # all have opened it
             processes = [int(mesh.store.get(f"process of {rank}")) for rank in range(shape.num_ranks)]
             watched = [-1 if pid == os.getpid() else os.pidfd_open(pid) for pid in processes]
-            return cls(descriptor, shape, mesh.rank, watched)
+            return cls(descriptor, shape, mesh.rank, watched, first_rank=mesh.first_rank)
         finally:
             if path is not None:
                 path.unlink()
             os.close(descriptor)
 
 
-def compiled_wires() -> Any:
+def compiled_wires(instead: str = EXCHANGE) -> Any:
     """The native module.
 
     Raises: KernelUnavailable where there is none, and where the system is not Linux.
@@ -137,28 +149,26 @@ def compiled_wires() -> Any:
     compiled = native.module()
     if compiled is None or sys.platform != "linux":
         missing = "native kernels, which are not built in this installation" if compiled is None else "Linux"
-        raise KernelUnavailable(
-            f"dispatcher shared_memory needs {missing}; use dispatcher exchange, or build them"
-        )
+        raise KernelUnavailable(f"memory that ranks share needs {missing}; {instead}, or build them")
     return compiled
 
 
-def reserve(shape: SegmentShape) -> int:
+def reserve(shape: SegmentShape, instead: str = EXCHANGE) -> int:
     """Memory of the shape's size, all zeros and without a name: a descriptor.
 
     Owns:    the caller closes it.
     Raises:  CapacityError naming bytes, free bytes and how to enlarge.
     """
-    num_bytes, free = shape.num_bytes, _free_bytes()
+    num_bytes, free = shape.num_bytes, _free_bytes(instead)
     if num_bytes > free:
-        raise _too_small(shape, free)
+        raise _too_small(shape, free, instead)
     descriptor = os.open(FOLDER, os.O_RDWR | os.O_TMPFILE, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:
         os.close(descriptor)
         if error.errno == errno.ENOSPC:
-            raise _too_small(shape, free) from error
+            raise _too_small(shape, free, instead) from error
         raise
     return descriptor
 
@@ -202,10 +212,10 @@ def remove_stale() -> list[str]:
     return removed
 
 
-def _make_or_tell(mesh: Mesh, shape: SegmentShape) -> tuple[int, Path]:
+def _make_or_tell(mesh: Mesh, shape: SegmentShape, instead: str) -> tuple[int, Path]:
     """Make the file and tell the others its name, or why there is none."""
     try:
-        descriptor = reserve(shape)
+        descriptor = reserve(shape, instead)
     except CapacityError as error:
         mesh.store.set(_NAME, str(error))
         raise
@@ -214,33 +224,33 @@ def _make_or_tell(mesh: Mesh, shape: SegmentShape) -> tuple[int, Path]:
     return descriptor, path
 
 
-def _open(name: str) -> int:
+def _open(name: str, instead: str) -> int:
     if not name.startswith(PREFIX):
         raise CapacityError(name)
     try:
         return os.open(FOLDER / name, os.O_RDWR)
     except OSError as error:
         raise ConfigError(
-            f"{FOLDER / name}, which rank 0 made, cannot be opened ({error.strerror}): ranks on several "
-            "machines, or in containers that do not share /dev/shm, need dispatcher exchange"
+            f"{FOLDER / name}, which another rank made, cannot be opened ({error.strerror}): where ranks are "
+            f"on several machines, or in containers that do not share /dev/shm, {instead}"
         ) from error
 
 
-def _free_bytes() -> int:
+def _free_bytes(instead: str) -> int:
     if not FOLDER.is_dir():
-        raise CapacityError(f"{FOLDER} is not there: mount a tmpfs on it, or use dispatcher exchange")
+        raise CapacityError(f"{FOLDER} is not there: mount a tmpfs on it, or {instead}")
     found = os.statvfs(FOLDER)
     return found.f_bavail * found.f_frsize
 
 
-def _too_small(shape: SegmentShape, free: int) -> CapacityError:
+def _too_small(shape: SegmentShape, free: int, instead: str) -> CapacityError:
     need = shape.num_bytes
     mebibytes = -(-need // 2**20)
     return CapacityError(
         f"{shape.num_ranks} ranks need {need} bytes of shared memory ({format_bytes(need)}) and {FOLDER} has "
         f"{free} free ({format_bytes(free)}): enlarge it (mount -o remount,size=SIZE {FOLDER}, or "
         f"docker run --shm-size=SIZE, with {mebibytes} MiB beside what is in use), lower "
-        "max_tokens_per_step, or use dispatcher exchange"
+        f"max_tokens_per_step, or {instead}"
     )
 
 

@@ -67,7 +67,8 @@ class _SharedArrival(Arrival):
         waited_s = time.monotonic() - began_s
         self._traffic.wait_s += waited_s
         if late >= 0:
-            raise self._purpose.lost(late, waited_s if waited_s >= timeout_s else 0.0)  # before: it has ended
+            seconds = waited_s if waited_s >= timeout_s else 0.0  # before that time: its process has ended
+            raise self._purpose.lost(self._segment.first_rank + late, seconds)
 
     def take(self) -> list[Tensor]:
         found = self._messenger.take(*self._key)

@@ -16,7 +16,10 @@ from torch import Tensor
 
 from moesaic.errors import ConfigError
 from moesaic.experts.contract import RoutedExperts, Routing, Tag
+from moesaic.parallel.segment import LaneSize
 from moesaic.parallel.transport import Purpose, Transport
+from moesaic.spec.model import ModelSpec
+from moesaic.spec.numerics import DTYPE_BYTES, Numerics
 from moesaic.spec.tensor_split import Subtree, TensorSplit, subtrees
 from moesaic.steps import Steps
 
@@ -77,6 +80,22 @@ class TensorRanks:
     def add(self, nodes: Mapping[Subtree, Tensor]) -> Tensor:
         """The root, from all ranks' subtrees in the order of the ranks."""
         return add_roots(nodes, self.num_leaves)
+
+
+def largest_messages(
+    spec: ModelSpec, numerics: Numerics, split: TensorSplit, num_tokens: int
+) -> tuple[LaneSize, LaneSize]:
+    """What the lanes of a micro-batch hold: the roots of the rank that has most, and a part of the rows.
+
+    Units:   `num_tokens` is the largest batch of a replica.
+    """
+    num_roots = max(len(subtrees(split.leaves_of(rank))) for rank in range(split.size))
+    width = max([spec.hidden, *(moe.row_width for _, moe in spec.moe_layers)])
+    rows = -(-num_tokens // split.size)
+    return (
+        LaneSize(message_bytes=4 * num_roots * num_tokens * width),
+        LaneSize(message_bytes=rows * width * DTYPE_BYTES[numerics.seam_dtype]),
+    )
 
 
 def add_roots(nodes: Mapping[Subtree, Tensor], num_leaves: int) -> Tensor:

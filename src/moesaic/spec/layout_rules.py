@@ -13,6 +13,9 @@ from typing import Literal, get_args
 
 Dispatcher = Literal["local", "gathered", "exchange", "two_level", "shared_memory", "remote"]
 DISPATCHERS: tuple[Dispatcher, ...] = get_args(Dispatcher)
+TpWires = Literal["shared_memory", "gloo"]
+TP_WIRES: tuple[TpWires, ...] = get_args(TpWires)
+"""What the ranks of a replica sum and gather over."""
 
 NOT_BUILT: Mapping[Dispatcher, str] = MappingProxyType(
     {

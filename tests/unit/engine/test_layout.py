@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from moesaic.engine.config import EngineConfig
-from moesaic.engine.layout import LayoutWish, Started, arrange, data_parallel, describe_layout, settle
+from moesaic.engine.layout import (
+    LayoutWish,
+    Started,
+    arrange,
+    data_parallel,
+    describe_layout,
+    settle,
+    tp_wires_of,
+)
 from moesaic.errors import ConfigError
 from moesaic.hashing import digest
 from moesaic.models.build import read_spec
@@ -168,6 +176,27 @@ def test_options_of_a_layout_are_options_of_the_engine() -> None:
     )
     with pytest.raises(ConfigError, match="did you mean num_ranks"):
         EngineConfig.parse("m", {"num_rank": 3})
+
+
+def test_replicas_share_memory_where_each_has_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    two, four = data_parallel(4, tp=2), data_parallel(4, tp=4)
+    near, apart, mixed = ["a"] * 4, ["a", "a", "b", "b"], ["a", "a", "b", "a"]
+    monkeypatch.setattr("moesaic.kernels.native.module", lambda: object())
+    assert [tp_wires_of(two, None, hosts) for hosts in (near, apart, mixed)] == [
+        "shared_memory",
+        "shared_memory",
+        "gloo",
+    ]
+    assert tp_wires_of(four, None, apart) == "gloo"
+    assert tp_wires_of(two, "gloo", near) == "gloo"
+    assert tp_wires_of(data_parallel(4), None, near) is None
+    assert describe_layout(four, "gloo") == "attention tp 4, experts ep 4, gathered, tp over gloo"
+    with pytest.raises(ConfigError, match="ranks 2 and 3 of one share none: use gloo"):
+        tp_wires_of(two, "shared_memory", mixed)
+    with pytest.raises(ConfigError, match="--tp-wires gloo is for ranks that share attention, and none do"):
+        tp_wires_of(data_parallel(4), "gloo", near)
+    monkeypatch.setattr("moesaic.kernels.native.module", lambda: None)
+    assert tp_wires_of(two, None, near) == "gloo"
 
 
 def test_shared_memory_is_for_one_host() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moesaic.errors import ConfigError
+from moesaic.errors import CapacityError, ConfigError
 from moesaic.parallel.dispatch.exchange import Exchange
 from moesaic.parallel.dispatch.fused_ranks import FusedRanks
 from moesaic.parallel.dispatch.gathered import Gathered
@@ -13,15 +13,20 @@ from moesaic.parallel.dispatch.message import HEAD, largest_messages
 from moesaic.parallel.dispatch.two_level import TwoLevel
 from moesaic.parallel.gloo import GlooTransport
 from moesaic.parallel.mesh import Mesh
-from moesaic.parallel.segment import LaneSize, Segment, SegmentShape
+from moesaic.parallel.segment import EXCHANGE, LaneSize, Segment, SegmentShape
 from moesaic.parallel.shared_memory import SharedMemoryTransport
+from moesaic.parallel.tensor import TensorRanks
+from moesaic.parallel.tensor import largest_messages as largest_sums
 from moesaic.parallel.transport import Transport
 from moesaic.placement.choice import ReplicaChoice
 from moesaic.spec.deployment import Layout
 from moesaic.spec.experts import ExpertPlan
-from moesaic.spec.layout_rules import FUSED_RETURNS, refusals
-from moesaic.spec.model import MoeSpec
+from moesaic.spec.layout_rules import FUSED_RETURNS, TpWires, refusals
+from moesaic.spec.model import ModelSpec, MoeSpec
 from moesaic.spec.numerics import DTYPE_BYTES, Numerics
+from moesaic.spec.tensor_split import TensorSplit
+
+OVER_GLOO = "ask for --tp-wires gloo"
 
 
 def num_lanes(layout: Layout) -> int:
@@ -36,18 +41,57 @@ def connect(
     moe_layers: Sequence[tuple[int, MoeSpec]],
     numerics: Numerics,
     max_tokens: int,
+    *,
+    tp_wires: TpWires | None = None,
 ) -> Transport:
     """The wires of one rank; all ranks of the mesh call this at once.
+
+    `tp_wires` are those of a replica, over which `gathered` goes, too.
 
     Units:   `max_tokens` is the largest batch of a rank.
     Raises:  as `Segment.join` for a dispatcher over shared memory.
     """
-    if layout.dispatcher != "shared_memory":
+    of_replica = layout.dispatcher == "gathered"
+    if not (layout.dispatcher == "shared_memory" or (of_replica and tp_wires == "shared_memory")):
         return GlooTransport(mesh, num_lanes=num_lanes(layout))
     shape = SegmentShape(
         num_ranks=mesh.num_ranks, lanes=tuple(lane_sizes(layout, moe_layers, numerics, max_tokens))
     )
-    return SharedMemoryTransport(Segment.join(mesh, shape))
+    instead = OVER_GLOO if of_replica else EXCHANGE
+    return SharedMemoryTransport(Segment.join(mesh, shape, instead=instead))
+
+
+def connect_replica(
+    layout: Layout,
+    mesh: Mesh,
+    spec: ModelSpec,
+    numerics: Numerics,
+    max_tokens: int,
+    *,
+    split: TensorSplit,
+    wires: TpWires,
+) -> Transport:
+    """The wires of one rank to the others of its replica; all ranks of the mesh call this at once.
+
+    Units:   `max_tokens` is the largest batch of a replica.
+    Raises:  as `Segment.join`, on the ranks of every replica when the memory of one is too small.
+    """
+    part = mesh.part(split.size)
+    if wires == "gloo":
+        return GlooTransport(part, num_lanes=TensorRanks.LANES * layout.num_micro_batches)
+    sums, rows = largest_sums(spec, numerics, split, max_tokens)
+    if layout.dispatcher == "gathered":
+        rows = LaneSize(message_bytes=0)  # every rank has them all
+    shape = SegmentShape(num_ranks=split.size, lanes=(sums, rows) * layout.num_micro_batches)
+    made: Segment | CapacityError
+    try:
+        made = Segment.join(part, shape, instead=OVER_GLOO)
+    except CapacityError as error:
+        made = error
+    refused = mesh.meet("memory of replicas", word="" if isinstance(made, Segment) else str(made))
+    if isinstance(made, CapacityError) or any(refused):
+        raise CapacityError(max(refused))
+    return SharedMemoryTransport(made)
 
 
 def lane_sizes(
@@ -71,7 +115,8 @@ def lane_sizes(
         return [lane] * layout.num_micro_batches
     largest = [largest_messages(spec, numerics, layout.returns, max_tokens) for _, spec in moe_layers]
     send, collect = (LaneSize(message_bytes=max(sizes)) for sizes in zip(*largest, strict=True))
-    return [send, collect] * layout.num_micro_batches
+    lanes = [collect] if layout.dispatcher == "gathered" else [send, collect]
+    return lanes * layout.num_micro_batches
 
 
 def make_dispatcher(
