@@ -86,9 +86,9 @@ def test_processes_give_the_bits_of_one_rank(
 
     def compute(mesh: Mesh) -> int:
         kind = Exchange if ranks_per_node is None else TwoLevel
-        wires = GlooTransport(mesh, num_lanes=kind.LANES * num_micro_batches)
+        wires = GlooTransport(mesh, num_lanes=kind.LANES * num_micro_batches * 2, num_chunks=2)
         side = make_side(model, plan, wires, returns, slots, ranks_per_node)
-        routed = Staged(tokens=side, experts=side, ffn=model.ffn(plan, mesh.rank), num_chunks=2)
+        routed = Staged(tokens=side, experts=side, ffn=model.ffn(plan, mesh.rank))
         rows = slice(*bounds[mesh.rank])
         parts = model.x_TD[rows].tensor_split(num_micro_batches)
         done = drive([model.forward(routed, part, at) for at, part in enumerate(parts)], TIMEOUT_S)

@@ -240,9 +240,9 @@ def test_without_native_kernels_the_dispatcher_is_refused(monkeypatch: pytest.Mo
 # ---- over processes ----
 
 
-def join(mesh: Mesh, lanes: Sequence[LaneSize]) -> SharedMemoryTransport:
+def join(mesh: Mesh, lanes: Sequence[LaneSize], num_chunks: int = 1) -> SharedMemoryTransport:
     shape = SegmentShape(num_ranks=mesh.num_ranks, lanes=tuple(lanes))
-    return SharedMemoryTransport(Segment.join(mesh, shape))
+    return SharedMemoryTransport(Segment.join(mesh, shape), num_chunks=num_chunks)
 
 
 @pytest.mark.parametrize(
@@ -256,11 +256,11 @@ def test_processes_give_the_bits_of_one_rank(
     expected = on_one_rank(model)
 
     def compute(mesh: Mesh) -> int:
-        wires = join(mesh, lanes_of(model, returns, num_micro_batches))
+        wires = join(mesh, 2 * lanes_of(model, returns, num_micro_batches), num_chunks=2)
         mesh.meet("mapped")
         assert not list(Path("/dev/shm").glob(f"{segment.PREFIX}*-{os.getppid()}"))
         side = make_side(model, plan, wires, returns, None, None)
-        routed = Staged(tokens=side, experts=side, ffn=model.ffn(plan, mesh.rank), num_chunks=2)
+        routed = Staged(tokens=side, experts=side, ffn=model.ffn(plan, mesh.rank))
         rows = slice(*bounds[mesh.rank])
         parts = model.x_TD[rows].tensor_split(num_micro_batches)
         done = drive([model.forward(routed, part, at) for at, part in enumerate(parts)], TIMEOUT_S)

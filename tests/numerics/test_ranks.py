@@ -138,11 +138,13 @@ def test_ranks_that_share_attention_answer_as_one_process_with_the_same_leaves(
     leaves = OPTIONS | {"matmul_shards": 4}
     with LLM("demo", **leaves) as llm:
         alone = Alone(answers(llm), llm.engine.snapshot(), choices_of(llm))
-    with LLM("demo", num_ranks=num_ranks, tp=tp, **leaves) as llm:
+    chunks = 2 if num_ranks == 2 else 1
+    with LLM("demo", num_ranks=num_ranks, tp=tp, num_chunks=chunks, **leaves) as llm:
         assert answers(llm) == alone.answers
         found = llm.engine.snapshot()
         for name in ("model_digest", "numerics_digest", "backend"):
             assert found.active[name] == alone.snapshot.active[name]
+        assert found.active["layout"]["num_chunks"] == chunks
         assert found.active["layout"]["attention"] == {"dp": num_ranks // tp, "kvp": 1, "tp": tp}
         assert found.active["layout"]["dispatcher"] in (
             ("gathered",) if num_ranks == tp else ("shared_memory", "exchange")

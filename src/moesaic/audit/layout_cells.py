@@ -1,14 +1,14 @@
 """The layouts of `moesaic verify --layouts`: which there are, which are refused and why, which are run. No
 torch here.
 
-    shape       dispatcher, ranks, what returns, fused or not: legal or refused
+    shape       dispatcher, ranks, what returns, fused or not, chunks: legal or refused
     cell        a legal shape with a dtype, a backend, micro-batches and a placement of experts
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Literal
 
@@ -28,6 +28,7 @@ RETURNS: tuple[Returns, ...] = ("choices", "subtrees")
 PLACEMENTS: tuple[Placement, ...] = ("contiguous", "random", "replicated")
 NUM_RANKS = (1, 2, 3, 4)
 MICRO_BATCHES = (1, 2)
+CHUNKS = (1, 3)  # some are empty: of an idle rank's rows, and of one token
 TENSOR_RANKS = (2, 3, 4)  # of a replica: 3 have 2, 1 and 1 of four leaves
 MATMUL_SHARDS = 4  # where sums are split over ranks
 REPLICATED_SHARE = 0.5  # of the experts get a second copy
@@ -43,6 +44,7 @@ class Shape:
     returns: Returns
     is_fused: bool
     tp: int = 1
+    num_chunks: int = 1
 
     def layout(self, num_micro_batches: int = 1) -> Layout:
         """Attention by replicas of `tp` ranks, experts over all ranks; two ranks share a node.
@@ -57,6 +59,7 @@ class Shape:
             dispatcher=self.dispatcher,
             returns=self.returns,
             num_micro_batches=num_micro_batches,
+            num_chunks=self.num_chunks,
             is_fused=self.is_fused,
             ranks_per_node=(2 if self.num_ranks > 2 else 1) if is_far else None,
         )
@@ -81,6 +84,7 @@ class Cell:
         words += [f"tp {shape.tp}"] if shape.tp > 1 else []
         words += [] if shape.dispatcher == "local" else [shape.returns]
         words += [self.placement, "1 micro-batch" if parts == 1 else f"{parts} micro-batches"]
+        words += [] if shape.num_chunks == 1 else [f"{shape.num_chunks} chunks"]
         return ", ".join(words)
 
 
@@ -145,7 +149,20 @@ def make_matrix(
 
 
 def _shapes(*, is_long: bool) -> Iterator[Shape]:
-    yield from _data_parallel_shapes()
+    whole = [*_data_parallel_shapes(), *_tensor_shapes(is_long=is_long)]
+    yield from whole
+    for num_chunks, shape in product(CHUNKS[1:], whole):
+        if is_long or _stands_for_chunks(shape):
+            yield replace(shape, num_chunks=num_chunks)
+
+
+def _stands_for_chunks(shape: Shape) -> bool:
+    """Of those in which rows travel in parts, where not all are compared."""
+    is_plain = shape.tp == 1 and shape.returns == "choices" and shape.num_ranks == max(NUM_RANKS)
+    return is_plain and shape.dispatcher in ("exchange", "shared_memory")
+
+
+def _tensor_shapes(*, is_long: bool) -> Iterator[Shape]:
     for tp, num_ranks, returns in product(TENSOR_RANKS if is_long else (2,), NUM_RANKS, RETURNS):
         if num_ranks % tp:
             continue
@@ -167,12 +184,17 @@ def _data_parallel_shapes() -> Iterator[Shape]:
 def find_refusal(shape: Shape, backend: str, spec: ModelSpec, numerics: Numerics) -> Refused | None:
     """Why a shape is not run, under the shortest name that all of its kind share; None: it runs."""
     cell = LayoutCell(
-        dispatcher=shape.dispatcher, is_fused=shape.is_fused, is_native=backend.startswith("native/")
+        dispatcher=shape.dispatcher,
+        is_fused=shape.is_fused,
+        num_chunks=shape.num_chunks,
+        is_native=backend.startswith("native/"),
     )
     for refusal in refusals(cell):
         name: str = shape.dispatcher
         if refusal.field == "is_fused":
             name += " fused" if refusal.is_contradiction else f" fused, {backend}"
+        if refusal.field == "num_chunks":
+            name += " fused, in chunks" if shape.is_fused else ", in chunks"
         return Refused(name=name, reason=refusal.reason)
     try:
         layout = shape.layout()
@@ -227,7 +249,8 @@ def _pairs(cell: Cell) -> set[tuple[object, object]]:
     choice and the choices need not meet each other there once more."""
     shape, others = cell.shape, (cell.backend, f"{cell.num_micro_batches} parts", cell.placement)
     if shape.dispatcher == "shared_memory" and not shape.is_fused:
-        return {(shape.dispatcher, value) for value in (shape.num_ranks, shape.returns, *others)}
+        kind = shape.dispatcher, shape.num_chunks
+        return {(kind, value) for value in (shape.num_ranks, shape.returns, *others)}
     return set(combinations((shape, *others), 2))
 
 

@@ -77,6 +77,7 @@ class LayoutResult:
     backend: str
     placement: str
     num_micro_batches: int
+    num_chunks: int
     is_fused: bool
 
 
@@ -263,6 +264,7 @@ def _result(cell: Cell, wire: WireFormat | None, found: Trace, expected: Trace) 
         backend=cell.backend,
         placement=cell.placement,
         num_micro_batches=cell.num_micro_batches,
+        num_chunks=shape.num_chunks,
         is_fused=shape.is_fused,
     )
 
@@ -369,11 +371,11 @@ def _wires(
     layout: Layout, layers: Sequence[tuple[int, MoeSpec]], numerics: Numerics, work: Work
 ) -> tuple[list[Transport], MemoryWires]:
     """One end a rank, and the wires in this process that are no shared memory."""
-    wires = MemoryWires(layout.num_ranks)
+    wires = MemoryWires(layout.num_ranks, num_chunks=layout.num_chunks)
     if layout.dispatcher != "shared_memory":
         return [wires.transport(rank) for rank in range(layout.num_ranks)], wires
-    sizes = lane_sizes(layout, layers, numerics, work.num_rows)
-    return [SharedMemoryTransport(end) for end in segments_in_one_process(layout.num_ranks, sizes)], wires
+    ends = segments_in_one_process(layout.num_ranks, lane_sizes(layout, layers, numerics, work.num_rows))
+    return [SharedMemoryTransport(end, num_chunks=layout.num_chunks) for end in ends], wires
 
 
 class _Ranks:
@@ -428,6 +430,10 @@ class _Seat(TokenSide, ExpertSide):
     """Where a loaded rank finds its dispatcher: another one for each layout."""
 
     dispatcher: Dispatcher
+
+    @property
+    def num_chunks(self) -> int:
+        return self.dispatcher.num_chunks
 
     def send(self, x_TD: torch.Tensor, routing: Routing, tag: Tag, hint_E: torch.Tensor | None) -> Ticket:
         return self.dispatcher.send(x_TD, routing, tag, hint_E)

@@ -143,6 +143,13 @@ class LayoutOptions:
         int | None,
         typer.Option(min=1, help="Parts of a step; one computes while another's rows travel [default: 1]."),
     ] = None
+    chunks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Parts in which rows are sent to experts; one is computed while others travel [default: 1].",
+        ),
+    ] = None
     ranks_per_node: Annotated[
         int | None, typer.Option(min=1, help="Ranks that follow each other on a node; for two_level.")
     ] = None
@@ -183,6 +190,7 @@ class LayoutOptions:
             dispatcher=self.dispatcher,  # type: ignore[arg-type]  # checked by the dataclass
             returns=self.returns,  # type: ignore[arg-type]  # checked by the dataclass
             num_micro_batches=self.micro_batches,
+            num_chunks=self.chunks,
             ranks_per_node=self.ranks_per_node,
         )
         return {

@@ -401,6 +401,7 @@ def describe(model: ModelFacts, config: ResolvedConfig, notes: list[str]) -> dic
             "returns": model.layout.returns,
             "num_ranks": model.layout.num_ranks,
             "num_micro_batches": model.layout.num_micro_batches,
+            "num_chunks": model.layout.num_chunks,
             "ranks_per_node": model.layout.ranks_per_node,
             "tp_wires": model.tp_wires,
         },

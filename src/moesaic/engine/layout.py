@@ -35,7 +35,7 @@ Returns = Literal["choices", "subtrees"]
 RETURNS: tuple[Returns, ...] = get_args(Returns)
 
 MAX_FILE_BYTES = 2**28  # guess: a placement of 100 layers of 1,000 slots has 8 MB
-_COUNTS = ("num_ranks", "tp", "num_micro_batches", "ranks_per_node")
+_COUNTS = ("num_ranks", "tp", "num_micro_batches", "num_chunks", "ranks_per_node")
 FLAGS = {
     "num_ranks": "--ranks",
     "tp": "--tp",
@@ -44,6 +44,7 @@ FLAGS = {
     "dispatcher": "--dispatcher",
     "returns": "--returns",
     "num_micro_batches": "--micro-batches",
+    "num_chunks": "--chunks",
     "ranks_per_node": "--ranks-per-node",
 }
 """What the command line calls the fields of `LayoutWish`."""
@@ -60,6 +61,7 @@ class LayoutWish:
     dispatcher: Dispatcher | None = None  # None: local, gathered, shared_memory or exchange: the fastest
     returns: Returns | None = None  # None: choices
     num_micro_batches: int | None = None  # of a step; None: one
+    num_chunks: int | None = None  # parts in which rows are sent to experts; None: one
     ranks_per_node: int | None = None  # that follow each other; None: as they were started, if that is known
 
     def __post_init__(self) -> None:
@@ -132,7 +134,7 @@ def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None, is_nat
             f"{_runnable(num_ranks)}"
         )
     if num_ranks == 1:
-        for name in ("placement", "dispatcher", "returns", "ranks_per_node"):
+        for name in ("placement", "dispatcher", "returns", "num_chunks", "ranks_per_node"):
             value = getattr(wish, name)
             if value not in (None, "local"):
                 raise ConfigError(
@@ -158,6 +160,7 @@ def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None, is_nat
         dispatcher=wish.dispatcher,
         returns=wish.returns or "choices",
         num_micro_batches=wish.num_micro_batches or 1,
+        num_chunks=wish.num_chunks or 1,
         ranks_per_node=per_node,
         is_native=is_native,
     )
@@ -190,14 +193,15 @@ def data_parallel(
     dispatcher: Dispatcher | None = None,
     returns: Returns = "choices",
     num_micro_batches: int = 1,
+    num_chunks: int = 1,
     ranks_per_node: int | None = None,
     is_native: bool = False,
 ) -> Layout:
     """Attention by replicas of `tp` ranks for requests of their own, experts spread over all ranks.
 
     `dispatcher` None is the fastest between ranks of one machine: gathered in one replica, else over shared
-    memory, for which native kernels must have been built, else exchange. Layers are fused where it can and
-    the backend is native.
+    memory, for which native kernels must have been built, else exchange. Layers are fused where it can, the
+    backend is native, and neither subtrees nor chunks are asked for.
 
     Raises: ConfigError when `tp` does not divide the ranks.
     """
@@ -217,8 +221,9 @@ def data_parallel(
         dispatcher=dispatcher,
         returns=returns,
         num_micro_batches=num_micro_batches,
+        num_chunks=num_chunks,
         ranks_per_node=ranks_per_node,
-        is_fused=is_native and dispatcher in FUSED and returns == "choices",
+        is_fused=is_native and dispatcher in FUSED and returns == "choices" and num_chunks == 1,
     )
 
 
@@ -406,6 +411,8 @@ def describe_layout(layout: Layout, tp_wires: TpWires | None = None) -> str:
         parts.append(f"returns {layout.returns}")
     if layout.num_micro_batches > 1:
         parts.append(f"{layout.num_micro_batches} micro-batches")
+    if layout.num_chunks > 1:
+        parts.append(f"{layout.num_chunks} chunks")
     if layout.ranks_per_node is not None:
         parts.append(f"{_ranks(layout.ranks_per_node)} per node")
     return ", ".join(parts)

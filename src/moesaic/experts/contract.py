@@ -81,6 +81,11 @@ class Ticket(Protocol):
 class TokenSide(Protocol):
     """Ranks with attention."""
 
+    @property
+    def num_chunks(self) -> int:
+        """Parts in which a layer's rows travel; the same on every rank."""
+        return 1
+
     def send(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Ticket:
         """Hand the rows to the ranks that hold their experts; returns at once. T may be 0."""
         ...

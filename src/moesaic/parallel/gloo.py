@@ -21,10 +21,11 @@ from moesaic.parallel.transport import Arrival, Purpose, Traffic, Transport
 class GlooTransport(Transport):
     """One rank's end. The number of lanes is fixed at the start: groups are made by all ranks at once."""
 
-    def __init__(self, mesh: Mesh, *, num_lanes: int, name: str = "lane") -> None:
+    def __init__(self, mesh: Mesh, *, num_lanes: int, num_chunks: int = 1, name: str = "lane") -> None:
         """`name` keeps the lanes of several transports of a mesh apart."""
         self.rank = mesh.rank
         self.num_ranks = mesh.num_ranks
+        self.num_chunks = num_chunks
         self.traffic = Traffic(mesh.rank, mesh.num_ranks)
         self._mesh = mesh
         self._groups = [

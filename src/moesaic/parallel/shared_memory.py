@@ -22,9 +22,10 @@ class SharedMemoryTransport(Transport):
     What an arrival took is valid until the next one of its lane is taken.
     """
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, *, num_chunks: int = 1) -> None:
         self.rank = segment.rank
         self.num_ranks = segment.shape.num_ranks
+        self.num_chunks = num_chunks
         self.traffic = Traffic(self.rank, self.num_ranks)
         self.segment = segment
         self._messenger = compiled_wires().Messenger(segment.wire)

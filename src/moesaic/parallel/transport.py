@@ -65,11 +65,12 @@ class Transport(Protocol):
     """One rank's end of the wires.
 
     Exchanges on one lane follow each other in the same order on every rank; lanes know nothing of each other.
-
+    The rows of a layer travel in `num_chunks` parts, which have lanes of their own.
     """
 
     rank: int
     num_ranks: int
+    num_chunks: int
     traffic: Traffic
 
     def exchange(self, parts: Sequence[Tensor], *, lane: int, purpose: Purpose) -> Arrival:
@@ -89,8 +90,9 @@ class _Box:
 class MemoryWires:
     """All ranks in one thread: a message is a tensor in a box, and nothing arrives while one sleeps."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, num_chunks: int = 1) -> None:
         self.num_ranks = num_ranks
+        self.num_chunks = num_chunks
         self.boxes: dict[tuple[int, int], _Box] = {}  # by lane and turn
 
     def transport(self, rank: int) -> MemoryTransport:
@@ -104,6 +106,7 @@ class MemoryTransport(Transport):
     def __init__(self, wires: MemoryWires, rank: int) -> None:
         self.rank = rank
         self.num_ranks = wires.num_ranks
+        self.num_chunks = wires.num_chunks
         self.traffic = Traffic(rank, wires.num_ranks)
         self._wires = wires
         self._turns: dict[int, int] = {}

@@ -67,6 +67,7 @@ class Layout:
     returns: Literal["choices", "subtrees"] = "choices"  # what goes back over the wire; both exact
     pipeline: int = 1
     num_micro_batches: int = 1
+    num_chunks: int = 1  # parts in which a micro-batch's rows are sent; one is computed while others travel
     is_fused: bool = False
     ranks_per_node: int | None = None  # that share a node and follow each other; None: not said
 
@@ -80,7 +81,7 @@ class Layout:
                 raise ConfigError(
                     f"{name} has no axis {', '.join(unknown)}; its axes are {', '.join(allowed)}"
                 )
-        for name in ("pipeline", "num_micro_batches"):
+        for name in ("pipeline", "num_micro_batches", "num_chunks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         mine, theirs = set(self.attention.ranks), set(self.experts.ranks)
@@ -119,6 +120,7 @@ class Layout:
             dispatcher=self.dispatcher,
             is_fused=self.is_fused,
             num_micro_batches=self.num_micro_batches,
+            num_chunks=self.num_chunks,
             has_expert_tiers=has_expert_tiers,
             is_native=is_native,
         )

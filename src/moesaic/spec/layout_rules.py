@@ -26,6 +26,8 @@ NOT_BUILT: Mapping[Dispatcher, str] = MappingProxyType(
 FUSED: tuple[Dispatcher, ...] = ("local", "shared_memory")
 """Those whose layers can be one native call."""
 FUSED_RETURNS = "a fused layer returns each choice to its place, and no subtrees"
+FUSED_CHUNKS = "a fused layer sends its rows at once and computes slot by slot what has arrived"
+LOCAL_CHUNKS = "one rank sends nothing, so there is nothing to send in parts"
 GATHERED_RULE = "every rank must have every row: one replica whose attention is split over all ranks"
 
 
@@ -36,6 +38,7 @@ class LayoutCell:
     dispatcher: Dispatcher
     is_fused: bool = False  # a layer's routed experts in one native call
     num_micro_batches: int = 1
+    num_chunks: int = 1
     has_expert_tiers: bool = False  # experts in memory below the device's
     has_graph: bool = False  # the step captured as a graph
     is_native: bool = True  # the backend
@@ -60,6 +63,9 @@ def refusals(cell: LayoutCell) -> tuple[Refusal, ...]:
         found.append(Refusal(field="is_fused", reason=reason, is_contradiction=True))
     elif cell.is_fused and not cell.is_native:
         found.append(Refusal(field="is_fused", reason="a fused layer is one call of native kernels"))
+    if cell.num_chunks > 1 and (cell.is_fused or cell.dispatcher == "local"):
+        reason = LOCAL_CHUNKS if cell.dispatcher == "local" else FUSED_CHUNKS
+        found.append(Refusal(field="num_chunks", reason=reason, is_contradiction=True))
     if cell.has_expert_tiers:
         found.append(Refusal(field="has_expert_tiers", reason="all experts are resident"))
     if cell.has_graph:

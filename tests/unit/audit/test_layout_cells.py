@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moesaic.audit.layout_cells import (
+    CHUNKS,
     MATMUL_SHARDS,
     MICRO_BATCHES,
     NO_SHARED_MEMORY,
@@ -22,7 +23,7 @@ from moesaic.audit.layout_cells import (
     make_plan,
 )
 from moesaic.spec.families import read_config
-from moesaic.spec.layout_rules import DISPATCHERS, FUSED_RETURNS, NOT_BUILT
+from moesaic.spec.layout_rules import DISPATCHERS, FUSED_CHUNKS, FUSED_RETURNS, LOCAL_CHUNKS, NOT_BUILT
 from moesaic.spec.locate import preset
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
@@ -67,7 +68,9 @@ def test_long_is_the_product_of_all_that_is_legal(spec: ModelSpec) -> None:
     assert set(shapes) == set(DISPATCHERS) - set(NOT_BUILT)
     for_each = len(MICRO_BATCHES) * len(PLACEMENTS)
     fused = 1 + 3  # on one rank, and over shared memory on two to four; where kernels are native
-    assert len(matrix.cells) == for_each * (len(LEVELS) * sum(shapes.values()) + fused)
+    in_chunks = sum(shapes.values()) - shapes["local"]
+    num_shapes = len(LEVELS) * (sum(shapes.values()) + (len(CHUNKS) - 1) * in_chunks) + fused
+    assert len(matrix.cells) == for_each * num_shapes
     assert len(set(matrix.cells)) == len({cell.name for cell in matrix.cells}) == len(matrix.cells)
     assert matrix.expected == len(matrix.cells) + len(matrix.refused)
 
@@ -80,10 +83,21 @@ def test_all_holds_every_pair_of_choices_in_each_dtype(spec: ModelSpec) -> None:
     assert len(few) < len(every) / 2
     for dtype in dtypes:
         found = [
-            {pair for cell in cells if cell.dtype == dtype and cell.shape.tp == 1 for pair in pairs(cell)}
+            {
+                pair
+                for cell in cells
+                if cell.dtype == dtype and cell.shape.tp == 1 and cell.shape.num_chunks == 1
+                for pair in pairs(cell)
+            }
             for cells in (few, every)
         ]
         assert found[0] == found[1]
+        in_chunks = {
+            (cell.shape.dispatcher, cell.shape.num_ranks, cell.shape.num_chunks)
+            for cell in few
+            if cell.dtype == dtype and cell.shape.num_chunks > 1
+        }
+        assert in_chunks == {(one, max(NUM_RANKS), CHUNKS[1]) for one in ("exchange", "shared_memory")}
         split = {
             (cell.shape.dispatcher, cell.shape.num_ranks)
             for cell in few
@@ -128,6 +142,9 @@ def test_each_kind_of_layout_that_is_not_run_has_a_reason(spec: ModelSpec) -> No
         == "a fused layer is one native call; what exchange sends, Python hands over"
     )
     assert refused["shared_memory fused, subtrees"] == FUSED_RETURNS
+    assert refused["shared_memory fused, in chunks"] == FUSED_CHUNKS
+    long = make_matrix(spec, ["float32"], LEVELS, numerics_of, is_long=True).refused
+    assert {one.name: one.reason for one in long}["local, in chunks"] == LOCAL_CHUNKS
 
 
 def test_without_native_kernels_no_memory_is_shared(spec: ModelSpec) -> None:

@@ -60,6 +60,15 @@ def test_what_is_not_stated_follows_from_the_number_of_ranks() -> None:
     assert found.numerics is None
 
 
+def test_layers_whose_rows_go_in_chunks_are_not_fused() -> None:
+    whole, parts = (
+        arrange(LayoutWish(num_ranks=2, num_chunks=count, dispatcher="shared_memory"), SPEC, is_native=True)
+        for count in (None, 3)
+    )
+    assert describe_layout(whole.layout) == "attention dp 2, experts ep 2, shared_memory fused"
+    assert describe_layout(parts.layout) == "attention dp 2, experts ep 2, shared_memory, 3 chunks"
+
+
 def test_ranks_that_were_started_say_how_many_and_which_share_a_node() -> None:
     found = arrange(LayoutWish(dispatcher="two_level"), SPEC, TORCHRUN)
     assert (found.layout.num_ranks, found.layout.ranks_per_node) == (4, 2)
@@ -128,6 +137,8 @@ def test_deployments_that_do_not_fit_are_refused(
         ({"dispatcher": "exchange"}, "--dispatcher exchange is for several ranks, and there is one"),
         ({"returns": "subtrees"}, "--returns subtrees is for several ranks"),
         ({"ranks_per_node": 1}, "--ranks-per-node 1 is for several ranks"),
+        ({"num_chunks": 2}, "--chunks 2 is for several ranks"),
+        ({"num_chunks": 0, "num_ranks": 2}, "num_chunks must be a whole number of at least 1, got 0"),
         ({"dispatcher": "exchnge", "num_ranks": 2}, "dispatcher 'exchnge' is unknown; did you mean exchange"),
         ({"returns": "tree", "num_ranks": 2}, "returns 'tree' is unknown; .*subtrees"),
         ({"num_micro_batches": 0}, "num_micro_batches must be a whole number of at least 1, got 0"),

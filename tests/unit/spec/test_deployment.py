@@ -94,6 +94,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         returns=draw(st.sampled_from(["choices", "subtrees"])),
         pipeline=draw(sizes),
         num_micro_batches=draw(sizes),
+        num_chunks=1 if dispatcher == "local" else draw(sizes),
     )
 
 
@@ -297,6 +298,11 @@ def test_absent_fields_take_their_defaults() -> None:
         ({"dispatcher": "remote"}, "experts on ranks of their own"),
         ({"is_fused": True}, "a fused layer is one native call; what exchange sends, Python hands over"),
         ({"num_micro_batches": 0}, "num_micro_batches must be at least 1"),
+        ({"num_chunks": 0}, "num_chunks must be at least 1, got 0"),
+        (
+            {"num_chunks": 2, "dispatcher": "shared_memory", "is_fused": True},
+            "a fused layer sends its rows at once",
+        ),
         ({"ranks_per_node": 0}, "ranks_per_node must be at least 1, got 0"),
         ({"dispatcher": "two_level"}, "several nodes, got ranks_per_node = None and num_ranks = 4"),
         ({"dispatcher": "two_level", "ranks_per_node": 4}, "set how many ranks share a node, or use exch"),
@@ -411,6 +417,7 @@ def test_ranks_with_requests_of_their_own_run_with_every_dispatcher_that_is_buil
         two(),
         two(returns="subtrees"),
         two(num_micro_batches=3),
+        two(num_chunks=3),
         two(dispatcher="two_level", ranks_per_node=1),
         replace(ONE.instances[0].layout, num_micro_batches=2),
     ):

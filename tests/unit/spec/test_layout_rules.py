@@ -6,7 +6,15 @@ import pytest
 
 from moesaic.errors import ConfigError
 from moesaic.spec.deployment import Grid, Layout
-from moesaic.spec.layout_rules import DISPATCHERS, NOT_BUILT, Dispatcher, LayoutCell, refusals
+from moesaic.spec.layout_rules import (
+    DISPATCHERS,
+    FUSED_CHUNKS,
+    LOCAL_CHUNKS,
+    NOT_BUILT,
+    Dispatcher,
+    LayoutCell,
+    refusals,
+)
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
@@ -27,6 +35,15 @@ def test_a_fused_layer_is_one_native_call_on_each_rank() -> None:
     experts = Grid(axes={"ep": 2}, ranks=(0, 1))
     with pytest.raises(ConfigError, match=sent.reason):
         Layout(attention=ranks, experts=experts, dispatcher="exchange", is_fused=True)
+
+
+@pytest.mark.parametrize("dispatcher", [one for one in DISPATCHERS if one not in NOT_BUILT])
+def test_rows_go_in_chunks_where_rows_are_sent_by_python(dispatcher: Dispatcher) -> None:
+    found = refusals(LayoutCell(dispatcher=dispatcher, num_chunks=2))
+    assert [one.reason for one in found] == ([LOCAL_CHUNKS] if dispatcher == "local" else [])
+    if dispatcher == "shared_memory":
+        (fused,) = refusals(LayoutCell(dispatcher=dispatcher, num_chunks=2, is_fused=True))
+        assert (fused.field, fused.reason, fused.is_contradiction) == ("num_chunks", FUSED_CHUNKS, True)
 
 
 def test_every_reason_is_given_at_once() -> None:

@@ -32,7 +32,7 @@ OVER_GLOO = "ask for --tp-wires gloo"
 def num_lanes(layout: Layout) -> int:
     """Lanes of the transport that its dispatcher uses."""
     kinds: dict[str, type[Exchange]] = {"two_level": TwoLevel, "gathered": Gathered}
-    return kinds.get(layout.dispatcher, Exchange).LANES * layout.num_micro_batches
+    return kinds.get(layout.dispatcher, Exchange).LANES * layout.num_micro_batches * layout.num_chunks
 
 
 def connect(
@@ -53,12 +53,12 @@ def connect(
     """
     of_replica = layout.dispatcher == "gathered"
     if not (layout.dispatcher == "shared_memory" or (of_replica and tp_wires == "shared_memory")):
-        return GlooTransport(mesh, num_lanes=num_lanes(layout))
+        return GlooTransport(mesh, num_lanes=num_lanes(layout), num_chunks=layout.num_chunks)
     shape = SegmentShape(
         num_ranks=mesh.num_ranks, lanes=tuple(lane_sizes(layout, moe_layers, numerics, max_tokens))
     )
-    instead = OVER_GLOO if of_replica else EXCHANGE
-    return SharedMemoryTransport(Segment.join(mesh, shape, instead=instead))
+    segment = Segment.join(mesh, shape, instead=OVER_GLOO if of_replica else EXCHANGE)
+    return SharedMemoryTransport(segment, num_chunks=layout.num_chunks)
 
 
 def connect_replica(
@@ -97,9 +97,10 @@ def connect_replica(
 def lane_sizes(
     layout: Layout, moe_layers: Sequence[tuple[int, MoeSpec]], numerics: Numerics, max_tokens: int
 ) -> list[LaneSize]:
-    """What the lanes of a layout over shared memory hold: layers share them, micro-batches do not.
+    """What the lanes of a layout over shared memory hold: layers share them, micro-batches and chunks do not.
 
     A request is never split, so a micro-batch may have all tokens of a step, and they may all go to one rank.
+    A chunk has an equal part of a micro-batch's rows, and its inboxes take it while others are under way.
     Of a fused layer results return to places of their own, whichever ranks they come from.
     """
     if layout.is_fused:
@@ -113,10 +114,11 @@ def lane_sizes(
             result_bytes=max(spec.experts_per_token * row for spec, row in zip(specs, rows, strict=True)),
         )
         return [lane] * layout.num_micro_batches
-    largest = [largest_messages(spec, numerics, layout.returns, max_tokens) for _, spec in moe_layers]
+    of_chunk = -(-max_tokens // layout.num_chunks)
+    largest = [largest_messages(spec, numerics, layout.returns, of_chunk) for _, spec in moe_layers]
     send, collect = (LaneSize(message_bytes=max(sizes)) for sizes in zip(*largest, strict=True))
     lanes = [collect] if layout.dispatcher == "gathered" else [send, collect]
-    return lanes * layout.num_micro_batches
+    return lanes * layout.num_micro_batches * layout.num_chunks
 
 
 def make_dispatcher(

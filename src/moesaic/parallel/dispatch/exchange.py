@@ -75,7 +75,7 @@ class Exchange(Following, TokenSide, ExpertSide):
     """
 
     LANES: ClassVar[int] = 2
-    """Of the transport, per micro-batch."""
+    """Of the transport, per micro-batch and chunk."""
 
     def __init__(
         self,
@@ -113,6 +113,11 @@ class Exchange(Following, TokenSide, ExpertSide):
         self._returns_of: dict[Tag, Arrival] = {}
 
     # ---- the token side ----
+
+    @property
+    def num_chunks(self) -> int:
+        """Those of the transport."""
+        return self.transport.num_chunks
 
     def send(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Ticket:
         """Hand each group the rows it serves, each row once."""
@@ -217,15 +222,20 @@ class Exchange(Following, TokenSide, ExpertSide):
 
     # ---- how messages travel ----
 
+    def _lane(self, tag: Tag) -> int:
+        """The first lane of a part of a step; chunks beyond the transport's share lanes in turn."""
+        num_chunks = self.transport.num_chunks
+        return self.LANES * (tag.micro_batch * num_chunks + tag.chunk % num_chunks)
+
     def _forth(self, messages: list[Tensor], tag: Tag) -> Arrival:
         """Send one message to each group; what arrives is one from each rank."""
         purpose = Purpose(layer_idx=tag.layer_idx, stage="send")
-        return self.transport.exchange(messages, lane=self.LANES * tag.micro_batch, purpose=purpose)
+        return self.transport.exchange(messages, lane=self._lane(tag), purpose=purpose)
 
     def _back(self, messages: list[Tensor], tag: Tag) -> Arrival:
         """Send one message to each rank; what arrives is one from each group."""
         purpose = Purpose(layer_idx=tag.layer_idx, stage="collect")
-        return self.transport.exchange(messages, lane=self.LANES * tag.micro_batch + 1, purpose=purpose)
+        return self.transport.exchange(messages, lane=self._lane(tag) + 1, purpose=purpose)
 
     # ---- inside ----
 

@@ -25,7 +25,7 @@ class Gathered(Exchange):
     """Both sides of one rank, for all layers; T is the same on all ranks, and so are the rows."""
 
     LANES: ClassVar[int] = 1
-    """Of the transport, per micro-batch."""
+    """Of the transport, per micro-batch and chunk."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """As `Exchange`."""
@@ -64,7 +64,7 @@ class Gathered(Exchange):
         """Send the one answer to all ranks."""
         purpose = Purpose(layer_idx=tag.layer_idx, stage="collect")
         return self.transport.exchange(
-            messages * self.transport.num_ranks, lane=self.LANES * tag.micro_batch, purpose=purpose
+            messages * self.transport.num_ranks, lane=self._lane(tag), purpose=purpose
         )
 
 

@@ -21,8 +21,8 @@ from moesaic.steps import Steps
 class Staged(RoutedExperts):
     """Routed experts through a dispatcher's two sides.
 
-    With `num_chunks` above one the rows are sent in so many parts, all before the first is waited for: the
-    first part is computed while the others travel. Every rank must use the same number.
+    In several chunks the rows are sent in so many parts, all before the first is waited for: the first part
+    is computed while the others travel. Every rank must use the same number.
     """
 
     def __init__(
@@ -31,16 +31,19 @@ class Staged(RoutedExperts):
         tokens: TokenSide,
         experts: ExpertSide,
         ffn: ExpertFfn,
-        num_chunks: int = 1,
+        num_chunks: int | None = None,
         meter: Meter | None = None,
     ) -> None:
-        """`meter` gets the time of the four verbs, and the jobs."""
-        if num_chunks < 1:
+        """`num_chunks` None: as the token side says; `meter` gets the time of the four verbs, and the jobs.
+
+        Raises: ConfigError for no chunks.
+        """
+        if num_chunks is not None and num_chunks < 1:
             raise ConfigError(f"num_chunks must be at least 1, got {num_chunks}")
         self.tokens = tokens
         self.experts = experts
         self.ffn = ffn
-        self.num_chunks = num_chunks
+        self._num_chunks = num_chunks
         self.meter = meter or Meter()
 
     def forward(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Steps[Tensor]:
@@ -70,11 +73,12 @@ class Staged(RoutedExperts):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _chunks(self, x_TD: Tensor, routing: Routing, tag: Tag) -> Iterator[tuple[Tensor, Routing, Tag]]:
-        if self.num_chunks == 1:
+        num_chunks = self._num_chunks or self.tokens.num_chunks
+        if num_chunks == 1:
             yield x_TD, routing, tag
             return
-        bounds = [len(x_TD) * chunk // self.num_chunks for chunk in range(self.num_chunks + 1)]
-        for chunk in range(self.num_chunks):
+        bounds = [len(x_TD) * chunk // num_chunks for chunk in range(num_chunks + 1)]
+        for chunk in range(num_chunks):
             rows = slice(bounds[chunk], bounds[chunk + 1])
             part = Routing(experts_TK=routing.experts_TK[rows], weights_TK=routing.weights_TK[rows])
             yield x_TD[rows], part, replace(tag, chunk=chunk)

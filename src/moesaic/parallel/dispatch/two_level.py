@@ -196,7 +196,7 @@ class TwoLevel(Exchange):
     def _start(self, messages: dict[int, Tensor], tag: Tag, lane: int, stage: Stage) -> Arrival:
         return self.transport.exchange(
             addressed(messages, self.transport.num_ranks),
-            lane=self.LANES * tag.micro_batch + lane,
+            lane=self._lane(tag) + lane,
             purpose=Purpose(layer_idx=tag.layer_idx, stage=stage),
         )
 
@@ -208,7 +208,7 @@ class TwoLevel(Exchange):
         tag: Tag,
         lane: int,
     ) -> Arrival:
-        lane += self.LANES * tag.micro_batch
+        lane += self._lane(tag)
         self._last[lane] = _Relay(first, hand_on, finish, before=self._last.get(lane))
         return self._last[lane]
 
