@@ -112,9 +112,9 @@ def mapped_weights(process_id: int) -> set[str]:
 
 
 def deployment_of(alone: Alone, num_ranks: int) -> Deployment:
-    """Nodes of two ranks, subtrees, two micro-batches, in the numerics of one process."""
+    """Nodes of two ranks, subtrees, two micro-batches, in one process's numerics; the backend is open."""
     active = alone.snapshot.active
-    numerics = preset("portable", dtype=active["numerics"]["seam_dtype"], backend=active["backend"])
+    numerics = preset("portable", dtype=active["numerics"]["seam_dtype"], backend="auto")
     digest_of_spec = digest(read_spec(active["model"]))
     one = single_process(digest_of_spec, numerics, contiguous_plan((16,) * NUM_LAYERS, 1))
     instance = replace(

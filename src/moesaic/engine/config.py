@@ -24,6 +24,7 @@ from moesaic.spec.hub import hub_cache
 from moesaic.spec.layout_rules import TP_WIRES, TpWires
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import (
+    AUTO_BACKEND,
     DTYPE_BYTES,
     FORMATS,
     KV_FORMATS,
@@ -173,6 +174,8 @@ class EngineConfig:
         """
         if stated is None:
             return self.numerics(dtype=self.dtype or spec.dtype, backend=self.backend or backend)
+        if stated.backend == AUTO_BACKEND:
+            stated = replace(stated, backend=self.backend or backend)
         for name, asked, found in (
             ("numerics", None if self.preset == PRESETS[0] else self.preset, "its own"),
             ("dtype", self.dtype, stated.seam_dtype),

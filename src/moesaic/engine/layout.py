@@ -113,7 +113,7 @@ def arrange(
     found = (
         _by_flags(wish, spec, started, is_native)
         if wish.deployment is None
-        else _by_file(wish.deployment, spec)
+        else _by_file(wish.deployment, spec, is_native=is_native)
     )
     if started is not None and found.layout.num_ranks != started.num_ranks:
         asked = "--ranks" if wish.deployment is None else f"deployment {wish.deployment}"
@@ -168,14 +168,14 @@ def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None, is_nat
     return Arrangement(layout=layout, plan=plan)
 
 
-def _by_file(path: str, spec: ModelSpec) -> Arrangement:
+def _by_file(path: str, spec: ModelSpec, *, is_native: bool) -> Arrangement:
     deployment, where = read_deployment(path), f"deployment {path}"
     if deployment.model_digest != digest(spec):
         raise ConfigError(
             f"{where}: it was made for another model (digest {deployment.model_digest}, this one has "
             f"{digest(spec)}); plan for this one with moesaic plan"
         )
-    if reasons := deployment.not_runnable():
+    if reasons := deployment.not_runnable(is_native=is_native):
         raise ConfigError(
             f"{where}: this engine does not run all of it:\n  "
             + "\n  ".join(str(reason) for reason in reasons)

@@ -27,7 +27,7 @@ from moesaic.spec.deployment import (
 from moesaic.spec.experts import ExpertPlan, FloatArray, Phase
 from moesaic.spec.layout_rules import Dispatcher
 from moesaic.spec.model import ModelSpec
-from moesaic.spec.numerics import Numerics, preset
+from moesaic.spec.numerics import AUTO_BACKEND, Numerics, preset
 
 PHASES: dict[str, frozenset[Phase]] = {
     "serve": frozenset({"prefill", "decode"}), "prefill": frozenset({"prefill"}),
@@ -40,6 +40,7 @@ def deployment_of(plan: Plan, model: ModelSpec, shares: ExpertShares | None) -> 
     """The deployment of a plan. `shares` is the recorded load that copies are placed by; None: all alike.
 
     Formats that this engine does not compute in are named in `numerics.backend`: a plan for another engine.
+    Else the backend is left to the machine that runs it.
     """
     pools = list(plan.pools)
     instances = []
@@ -68,7 +69,7 @@ def _numerics(pools: Sequence[Pool], model: ModelSpec) -> Numerics:
     weights = choice.weights or model.weight_format
     is_own = {weights, choice.kv, choice.dispatch} <= {"bfloat16", "float32"}
     backend = (
-        "reference" if is_own else f"external weights={weights} kv={choice.kv} dispatch={choice.dispatch}"
+        AUTO_BACKEND if is_own else f"external weights={weights} kv={choice.kv} dispatch={choice.dispatch}"
     )
     shards = max(max(pool.layout["tp"], pool.layout["expert_tp"]) for pool in pools)
     lanes = max(pool.layout["kvp"] for pool in pools)

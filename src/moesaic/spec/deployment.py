@@ -19,7 +19,7 @@ from moesaic.spec.codec import from_plain, to_plain
 from moesaic.spec.codec import json_schema as schema_of
 from moesaic.spec.experts import ExpertPlan, Phase
 from moesaic.spec.layout_rules import GATHERED_RULE, Dispatcher, LayoutCell, Refusal, refusals
-from moesaic.spec.numerics import Numerics
+from moesaic.spec.numerics import AUTO_BACKEND, Numerics
 
 SCHEMA_VERSION = 1
 
@@ -318,15 +318,19 @@ class Deployment:
         text = json.dumps(to_plain(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return digest_bytes(text.encode()).hex()
 
-    def not_runnable(self) -> tuple[Reason, ...]:
-        """Every field value that this engine does not run yet; empty when it runs the whole."""
+    def not_runnable(self, *, is_native: bool = True) -> tuple[Reason, ...]:
+        """Every field value that this engine does not run yet; empty when it runs the whole.
+
+        `is_native` is a backend that is left to the machine.
+        """
         reasons = list(_numerics_reasons(self.numerics))
+        if self.numerics.backend != AUTO_BACKEND:
+            is_native = self.numerics.backend.startswith("native/")
         if len(self.instances) > 1:
             reasons.append(
                 _reason("instances", len(self.instances), "several instances need the router in front")
             )
         for i, instance in enumerate(self.instances):
-            is_native = self.numerics.backend.startswith("native/")
             reasons += _instance_reasons(f"instances[{i}]", instance, is_native=is_native)
         return tuple(reasons)
 
@@ -407,7 +411,7 @@ def _reason(path: str, value: object, message: str) -> Reason:
 
 def _numerics_reasons(numerics: Numerics) -> list[Reason]:
     reasons = []
-    if numerics.backend != "reference" and not numerics.backend.startswith("native/"):
+    if numerics.backend not in (AUTO_BACKEND, "reference") and not numerics.backend.startswith("native/"):
         reasons.append(_reason("numerics.backend", numerics.backend, "only reference and native/* are built"))
     if numerics.combine != "tree":
         reasons.append(_reason("numerics.combine", numerics.combine, "only the tree is built"))

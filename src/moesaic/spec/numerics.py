@@ -43,6 +43,8 @@ WIRE_GROUP = 128
 """Numbers of a row under one scale, a float32, where rows travel in fp8.
 Source: DeepSeek-V3 report, arXiv 2412.19437, 3.3.2: activations are scaled by tiles of 1 x 128."""
 PRESETS: tuple[Preset, ...] = ("portable", "fast")
+AUTO_BACKEND = "auto"
+"""The backend of numerics in a file that leaves it to the machine that runs them; nothing computes by it."""
 
 
 def kv_row_bytes(format: KvFormat, width: int) -> int:

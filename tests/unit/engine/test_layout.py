@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from moesaic.cli.main import build_app
 from moesaic.engine.config import EngineConfig
 from moesaic.engine.layout import (
     LayoutWish,
@@ -20,8 +22,9 @@ from moesaic.engine.layout import (
     settle,
     tp_wires_of,
 )
-from moesaic.errors import ConfigError
+from moesaic.errors import ConfigError, KernelUnavailable
 from moesaic.hashing import digest
+from moesaic.kernels.ops import choose
 from moesaic.models.build import read_spec
 from moesaic.spec.codec import to_plain
 from moesaic.spec.deployment import Deployment, single_process
@@ -177,6 +180,28 @@ def test_options_beside_the_numerics_of_a_deployment_must_say_the_same() -> None
     other = replace(config, format=None, backend="native/avx2")
     with pytest.raises(ConfigError, match="has reference: leave it out"):
         other.numerics_for(SPEC, backend="x", stated=NUMERICS)
+    left = replace(NUMERICS, backend="auto")
+    assert other.numerics_for(SPEC, backend="x", stated=left) == replace(NUMERICS, backend="native/avx2")
+    found = replace(config, format=None).numerics_for(SPEC, backend="native/portable", stated=left)
+    assert found == replace(NUMERICS, backend="native/portable")
+
+
+def test_a_planned_deployment_leaves_the_backend_to_the_machine_that_runs_it(tmp_path: Path) -> None:
+    """What moesaic plan -o writes, and a fused layout of a file, which needs native kernels."""
+    path = tmp_path / "d.json"
+    asked = ["plan", "demo", "--machine", "h100x1x2", "--layout", "dp=2", "-o", str(path)]
+    assert CliRunner().invoke(build_app("plan"), asked).exit_code == 0
+    wish = LayoutWish(deployment=str(path))
+    found = arrange(wish, SPEC)
+    assert found.numerics is not None
+    assert found.numerics.backend == "auto"
+    with pytest.raises(KernelUnavailable, match="backend 'auto' is not built"):
+        choose(found.numerics, num_threads=1)
+    made = deployment(2, dispatcher="shared_memory", is_native=True)
+    path.write_text(replace(made, numerics=replace(NUMERICS, backend="auto")).to_json())
+    assert arrange(wish, SPEC, is_native=True).layout.is_fused
+    with pytest.raises(ConfigError, match="is_fused = True: a fused layer is one call of native kernels"):
+        arrange(wish, SPEC, is_native=False)
 
 
 def test_options_of_a_layout_are_options_of_the_engine() -> None:
