@@ -151,23 +151,42 @@ def test_two_processes_of_one_number_are_refused() -> None:
 
 
 def test_a_rank_without_a_controller_says_where_it_should_be() -> None:
-    with pytest.raises(MoesaicError, match=r"rank 1: no controller within 0\.2 s; it is in the process of rank 0"):
+    with pytest.raises(
+        MoesaicError, match=r"rank 1: no controller within 0\.2 s; it is in the process of rank 0"
+    ):
         enter(open_store(LOOPBACK), 1, 0.2)
 
 
 def test_a_port_that_is_taken_is_named_with_the_next_step() -> None:
     store = open_store(LOOPBACK)
     with pytest.raises(
-        ConfigError, match=rf"cannot be at 127\.0\.0\.1 port {store.port}: Address already in use; .*--rank-address"
+        ConfigError,
+        match=rf"cannot be at 127\.0\.0\.1 port {store.port}: Address already in use; .*--rank-address",
     ):
         open_store(Address(host="127.0.0.1", port=store.port))
-    with pytest.raises(ConfigError, match=r"cannot be at 192\.0\.2\.77 .*--rank-address HOST:PORT"):
+    with pytest.raises(
+        ConfigError, match=r"192\.0\.2\.77 is no address of this machine; .*--rank-address HOST:PORT"
+    ):
         open_store(Address(host="192.0.2.77"))
+    with pytest.raises(
+        ConfigError, match=r"the name foo\.invalid is not known here \(.+\); .*--rank-address HOST:PORT"
+    ):
+        open_store(Address(host="foo.invalid"))
 
 
-@pytest.mark.parametrize("text", ["", ":5", "host:", "host:99999", "host:x"])
-def test_rank_addresses_are_checked(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"a rank address is HOST:PORT, as in 10\.0\.0\.1:29400"):
-        Address.parse(text)
-    assert Address.parse("a:5") == Address(host="a", port=5)
-    assert Address.parse("a") == Address(host="a", port=0)
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "no port"),
+        ("foo", "no port"),
+        (":5", "no host"),
+        ("host:", "no port from 0 to 65535 but ''"),
+        ("host:99999", "no port from 0 to 65535 but '99999'"),
+        ("host:x", "no port from 0 to 65535 but 'x'"),
+    ],
+)
+def test_rank_addresses_are_checked(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--rank-address '{text}' has {why}: it is HOST:PORT, as in "):
+        Address.parse(text, "--rank-address")
+    assert Address.parse("a:5", "") == Address(host="a", port=5)
+    assert Address.parse("[::1]:5", "") == Address(host="::1", port=5)

@@ -497,6 +497,13 @@ def read_hub_cache(environ: Mapping[str, str] | None = None) -> Path:
     return hub_cache({name: source[name] for name in HUB_VARIABLES if name in source})
 
 
+def read_ray_address(environ: Mapping[str, str] | None = None) -> str | None:
+    """Ray's own RAY_ADDRESS, the cluster to take; None: the one that runs on this machine."""
+    source = os.environ if environ is None else environ
+    address = source.get("RAY_ADDRESS", "")
+    return None if address in ("", "auto", "local") else address
+
+
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     """The `MOESAIC_*` variables.
 

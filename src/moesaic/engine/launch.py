@@ -8,7 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moesaic.engine.config import EngineConfig, ResolvedConfig, World, read_environment, read_world
+from moesaic.engine.config import (
+    EngineConfig,
+    ResolvedConfig,
+    World,
+    read_environment,
+    read_ray_address,
+    read_world,
+)
 from moesaic.engine.grammar import Grammars
 from moesaic.engine.launchers.launcher import Address, Launcher
 from moesaic.engine.launchers.local import Local
@@ -185,11 +192,16 @@ def _check_alone(config: EngineConfig) -> None:
 
 def _launcher(config: EngineConfig, layout: Layout, world: World | None) -> Launcher:
     """What starts the ranks, or meets those that were started."""
-    address = None if config.rank_address is None else Address.parse(config.rank_address)
+    address = None if config.rank_address is None else Address.parse(config.rank_address, "--rank-address")
     if world is not None:
         return Torchrun(world, address)
     if config.launcher == "ray":
-        return Ray(address, ranks_per_node=layout.ranks_per_node, num_threads=config.num_threads)
+        return Ray(
+            address,
+            cluster=read_ray_address(),
+            ranks_per_node=layout.ranks_per_node,
+            num_threads=config.num_threads,
+        )
     return Local(address)
 
 

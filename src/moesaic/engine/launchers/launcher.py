@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -53,34 +54,44 @@ class Address:
     port: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> Address:
-        """From `HOST` or `HOST:PORT`.
+    def parse(cls, text: str, what: str) -> Address:
+        """From `HOST:PORT`; `what` has the address, in messages.
 
-        Raises: ConfigError.
+        Raises: ConfigError naming what is wrong with it.
         """
-        host, port = text.rsplit(":", 1) if ":" in text else (text, "0")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise ConfigError(
-                f"a rank address is HOST:PORT, as in 10.0.0.1:29400 (port 0 takes a free one), got {text!r}"
+        host, colon, port = text.rpartition(":")
+        if not colon or not host or not port.isdigit() or int(port) > 65535:
+            why = (
+                "no port" if not colon else "no host" if not host else f"no port from 0 to 65535 but {port!r}"
             )
-        return cls(host=host, port=int(port))
+            raise ConfigError(f"{what} {text!r} has {why}: it is HOST:PORT, as in 10.0.0.1:29400")
+        return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
 
 
 def listen(address: Address, what: str) -> socket.socket:
     """A listening socket at this address alone.
 
     Owns:    the socket is the caller's to close.
-    Raises:  ConfigError when the address is taken, or is not this machine's.
+    Raises:  ConfigError when the name is not known, the address is not this machine's, or the port is taken.
     """
     try:
         family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((address.host, address.port), family=family, backlog=1024)
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else error  # create_server adds the address to its own
         raise ConfigError(
-            f"{what} cannot be at {address.host} port {address.port}: {why}; free the "
-            "port, or name another address of this machine with --rank-address HOST:PORT (0: a free port)"
+            f"{what} cannot be at {address.host} port {address.port}: {_why_not(address, error)}"
         ) from error
+
+
+def _why_not(address: Address, error: OSError) -> str:
+    """What is wrong with an address to listen at, and what to do."""
+    other = "name an address of this machine with --rank-address HOST:PORT (port 0: a free one)"
+    if isinstance(error, socket.gaierror):
+        return f"the name {address.host} is not known here ({error.strerror}); {other}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{address.host} is no address of this machine; {other}"
+    why = os.strerror(error.errno) if error.errno else error  # create_server adds the address to its own
+    return f"{why}; free the port, or {other}"
 
 
 def open_store(address: Address) -> dist.TCPStore:

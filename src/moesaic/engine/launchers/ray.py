@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from typing import Any
 
 from torch import distributed as dist
@@ -18,9 +19,11 @@ from moesaic.engine.launchers.launcher import (
 )
 from moesaic.errors import ConfigError, MoesaicError
 
+CONNECT_S = 5.0  # guess: a cluster that is there answers sooner; Ray itself would try for more than a minute
+
 
 class Ray(Launcher):
-    """Tasks over the nodes of the cluster that runs here."""
+    """Tasks over the nodes of a cluster."""
 
     name = "ray"
 
@@ -28,15 +31,18 @@ class Ray(Launcher):
         self,
         address: Address | None = None,
         *,
+        cluster: str | None = None,
         ranks_per_node: int | None = None,
         num_threads: int | None = None,
         timeout_s: float = JOIN_TIMEOUT_S,
     ) -> None:
         """`num_threads` are those of a node together, None all that Ray says it has.
 
+        `cluster` is where RAY_ADDRESS says that it is; None: on this machine.
+
         Raises: ConfigError without Ray, without a cluster, and when a port is taken.
         """
-        self._ray, self._owns_ray = _connect()
+        self._ray, self._owns_ray = _connect(cluster)
         self._per_node, self._num_threads, self._timeout_s = ranks_per_node, num_threads, timeout_s
         address = address or Address(host=self._ray.util.get_node_ip_address())
         self._store = open_store(address)
@@ -123,7 +129,7 @@ def run_rank(rank: int, host: str, port: int, timeout_s: float) -> None:
     serve(pipe, store, rank, address)
 
 
-def _connect() -> tuple[Any, bool]:
+def _connect(cluster: str | None) -> tuple[Any, bool]:
     """(the module, whether it was connected here)."""
     try:
         import ray
@@ -134,6 +140,8 @@ def _connect() -> tuple[Any, bool]:
         ) from missing
     if ray.is_initialized():
         return ray, False
+    if cluster is not None:
+        check_reachable(cluster)
     try:
         # What ranks print stays in Ray's own logs: here standard output is for results.
         ray.init(address="auto", log_to_driver=False, logging_level=logging.WARNING)
@@ -143,3 +151,19 @@ def _connect() -> tuple[Any, bool]:
             "--address HOST:6379, or name one in RAY_ADDRESS"
         ) from error
     return ray, True
+
+
+def check_reachable(cluster: str, timeout_s: float = CONNECT_S) -> None:
+    """Whether anything listens where RAY_ADDRESS says that a cluster is.
+
+    Raises: ConfigError with the reason, and what to do.
+    """
+    address = Address.parse(cluster.removeprefix("ray://"), "RAY_ADDRESS")
+    try:
+        socket.create_connection((address.host, address.port), timeout=timeout_s).close()
+    except OSError as error:
+        why = error.strerror or f"no answer within {timeout_s:g} s"
+        raise ConfigError(
+            f"RAY_ADDRESS {cluster} cannot be reached ({why}): start a cluster there with ray start --head "
+            f"--port {address.port}, name another, or unset RAY_ADDRESS to take the one of this machine"
+        ) from error

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from moesaic.engine.config import EngineConfig, World, read_world
+from moesaic.engine.config import EngineConfig, World, read_ray_address, read_world
 from moesaic.engine.launchers.launcher import Address
-from moesaic.engine.launchers.ray import Ray
+from moesaic.engine.launchers.ray import Ray, check_reachable
 from moesaic.errors import ConfigError
 
 ALONE = EngineConfig(model="m")
@@ -123,7 +124,7 @@ def test_ray_clusters_that_are_too_small_are_named(monkeypatch: pytest.MonkeyPat
 
 
 def on(monkeypatch: pytest.MonkeyPatch, cluster: FakeRay, **options: Any) -> Ray:
-    monkeypatch.setattr("moesaic.engine.launchers.ray._connect", lambda: (cluster, False))
+    monkeypatch.setattr("moesaic.engine.launchers.ray._connect", lambda _: (cluster, False))
     return Ray(Address(host="127.0.0.1"), **options)
 
 
@@ -131,3 +132,39 @@ def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"launcher ray needs ray, .* pip install 'moesaic\[ray\]'"):
         Ray()
+
+
+def test_a_cluster_that_cannot_be_reached_is_named_before_ray_tries() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        check_reachable(f"127.0.0.1:{port}")
+        check_reachable(f"ray://127.0.0.1:{port}")
+    with pytest.raises(
+        ConfigError,
+        match=rf"RAY_ADDRESS 127\.0\.0\.1:{port} cannot be reached \(Connection refused\): .*--port {port}",
+    ):
+        check_reachable(f"127.0.0.1:{port}")
+    with pytest.raises(
+        ConfigError, match=r"foo\.invalid:6379 cannot be reached \(.+\): start a cluster there"
+    ):
+        check_reachable("foo.invalid:6379")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS 'foo' has no port"):
+        check_reachable("foo")
+
+
+def test_a_cluster_that_does_not_answer_is_given_up_soon() -> None:
+    """A full queue of a socket that accepts nobody: what comes is neither let in nor turned away."""
+    with socket.socket() as silent, socket.socket() as first, socket.socket() as second:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        for one in (first, second):
+            one.setblocking(False)
+            one.connect_ex(silent.getsockname())
+        with pytest.raises(ConfigError, match=r"cannot be reached \(no answer within 0\.2 s\)"):
+            check_reachable(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
+
+
+def test_ray_address_names_another_cluster() -> None:
+    assert read_ray_address({"RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"
+    assert [read_ray_address({"RAY_ADDRESS": one}) for one in ("", "auto", "local")] == [None] * 3
+    assert read_ray_address({}) is None
