@@ -99,6 +99,13 @@ def test_ranks_answer_as_one_process_does_and_end_with_their_controller(
         if num_ranks == 2:  # what is no expert is the same file
             assert len(mapped[0] & mapped[1]) == 1
             assert len(mapped[0] | mapped[1]) == 3
+            shared = [note for note in found.active["notes"] if "shared weights: " in note]
+            assert len(shared) == 2, "each rank found and put something else"
+            assert not any("shared weights: " in note for note in found.active["not_active"])
+        pools = [rank["kv_bytes"] for rank in found.active["ranks"]]
+        assert sum(pools) == found.active["kv"]["bytes"] == found.kv_bytes
+        assert pools == [alone.snapshot.kv_bytes] * num_ranks
+        assert found.kv_blocks_total == num_ranks * alone.snapshot.kv_blocks_total
     assert not any(Path(name).exists() for files in mapped for name in files), (
         "the last to leave removes them"
     )
@@ -150,6 +157,8 @@ def test_ranks_that_share_attention_answer_as_one_process_with_the_same_leaves(
             ("gathered",) if num_ranks == tp else ("shared_memory", "exchange")
         )
         assert found.active["layout"]["tp_wires"] == ("shared_memory" if native.module() else "gloo")
+        # Latent KV is whole on every rank.
+        assert found.kv_bytes == found.active["kv"]["bytes"] == num_ranks * alone.snapshot.kv_bytes
         # Heads, widths and experts are shared: only what feeds all heads, embedding and head are there twice.
         assert found.weight_bytes < 1.5 * (num_ranks // tp) * alone.snapshot.weight_bytes
         assert choices_of(llm) == alone.choices

@@ -51,7 +51,7 @@ from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.home import abandoned_weights
 from moesaic.placement.choice import ReplicaChoice
 from moesaic.sched.key import KvKeyScope
-from moesaic.sched.ledger import KvLedger
+from moesaic.sched.ledger import KvLedger, cache_groups
 from moesaic.sched.scheduler import Scheduler
 from moesaic.spec.deployment import ATTENTION_AXES, EXPERT_AXES, Layout
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
@@ -72,7 +72,8 @@ class ModelFacts:
     weight_bytes: int  # of all ranks together
     model_digest: str
     proof: InvarianceProof
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what loading did
+    lacks: tuple[str, ...]  # what it was to do and did not
     unused: tuple[Mapping[str, Any], ...]
     layout: Layout
     plan: ExpertPlan | None = None  # that it starts with; None: equal runs
@@ -90,6 +91,7 @@ class ModelFacts:
             model_digest=model.model_digest,
             proof=model.proof,
             notes=model.notes,
+            lacks=model.lacks,
             unused=model.unused_tensors,
             layout=layout,
             pids=(os.getpid(),),
@@ -233,7 +235,8 @@ def _start_on_ranks(
             weight_bytes=sum(one.weight_bytes for one in ready),
             model_digest=model_digest(spec, digests),
             proof=ready[0].proof,
-            notes=ready[0].notes,
+            notes=_by_rank([one.notes for one in ready]),
+            lacks=_by_rank([one.lacks for one in ready]),
             unused=ready[0].unused,
             layout=arranged.layout,
             plan=arranged.plan,
@@ -291,6 +294,18 @@ def _shares(hosts: Sequence[str], machines: Sequence[Machine]) -> list[int]:
     return [free[host] // hosts.count(host) for host in hosts]
 
 
+def _by_rank(said: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """What ranks say: once where all say it, else with the number of who does."""
+    ranks: dict[str, list[int]] = {}
+    for rank, notes in enumerate(said):
+        for note in notes:
+            ranks.setdefault(note, []).append(rank)
+    return tuple(
+        note if len(some) == len(said) else f"rank {', '.join(map(str, some))}: {note}"
+        for note, some in ranks.items()
+    )
+
+
 def _smallest(hosts: Sequence[str], machines: Sequence[Machine]) -> Machine:
     """The machine of rank 0 with as much memory as every rank has: all KV pools have one size."""
     source = f"{machines[0].memory_source}, for each rank"
@@ -314,13 +329,15 @@ def _engine(
         has_prefix_cache=config.has_prefix_cache,
     )
     notes = _notes(model, config, has_prefix_cache=ledger.has_prefix_cache)
-    ranks = model.layout.num_ranks
+    ranks, kv_bytes = model.layout.num_ranks, _kv_bytes(model, config)
+    pools = f"{ranks} KV pools, {format_bytes(sum(kv_bytes))} together; of rank 0: " if ranks > 1 else ""
     for line in (
         f"weights {format_bytes(model.weight_bytes)} ({model.numerics.formats.default.weight}), "
         f"backend {model.numerics.backend}",
         *([f"{ranks} ranks: {describe_layout(model.layout, model.tp_wires)}"] if ranks > 1 else []),
-        config.describe_kv(),
+        pools + config.describe_kv(),
         model.proof.summary(),
+        *model.notes,
         *notes,
     ):
         _log.info(line)
@@ -334,10 +351,26 @@ def _engine(
             num_micro_batches=model.layout.num_micro_batches,
         ),
         link=link,
-        facts=Facts(weight_bytes=model.weight_bytes, active=describe(model, config, notes), pids=model.pids),
+        facts=Facts(
+            weight_bytes=model.weight_bytes,
+            kv_bytes=kv_bytes,
+            active=describe(model, config, kv_bytes, notes),
+            pids=model.pids,
+        ),
         rebalance=_rebalance(model) if model.spec.moe_layers else None,
         grammars=grammars,
     )
+
+
+def _kv_bytes(model: ModelFacts, config: ResolvedConfig) -> tuple[int, ...]:
+    """Of each rank's pool: all have as many blocks, each of its own heads."""
+    numerics, tp, found = model.numerics, model.layout.attention.size("tp"), []
+    for rank in range(tp):
+        split = split_of(model.layout, numerics, rank)
+        spec = model.spec if split is None else split.model(model.spec)
+        groups = cache_groups(spec, numerics.kv_format, numerics.kv_block)
+        found.append(sum(g.unit_bytes * count for g, count in zip(groups, config.num_blocks, strict=True)))
+    return tuple(found) * (model.layout.num_ranks // tp)
 
 
 def _rebalance(model: ModelFacts) -> Rebalance:
@@ -360,8 +393,8 @@ def _rebalance(model: ModelFacts) -> Rebalance:
 
 
 def _notes(model: ModelFacts, config: ResolvedConfig, *, has_prefix_cache: bool) -> list[str]:
-    """What was asked for, or could be expected, and is not active, and what loading changed."""
-    notes = [*model.notes, *config.notes]
+    """What was asked for, or could be expected, and is not active, and effects that are not exact."""
+    notes = [*model.lacks, *config.notes]
     if config.has_prefix_cache and not has_prefix_cache:
         notes.append(
             "prefix cache: off, because this model keeps a running state that cannot be cut at a block"
@@ -374,8 +407,10 @@ def _notes(model: ModelFacts, config: ResolvedConfig, *, has_prefix_cache: bool)
     return notes
 
 
-def describe(model: ModelFacts, config: ResolvedConfig, notes: list[str]) -> dict[str, Any]:
-    """What runs, as plain values: the content of `/v1/internal/active`."""
+def describe(
+    model: ModelFacts, config: ResolvedConfig, kv_bytes: Sequence[int], notes: list[str]
+) -> dict[str, Any]:
+    """What runs, as plain values: the content of `/v1/internal/active`; `kv_bytes` are of each rank."""
     numerics, limits = model.numerics, config.limits
     return {
         "model": config.model,
@@ -419,9 +454,10 @@ def describe(model: ModelFacts, config: ResolvedConfig, notes: list[str]) -> dic
         },
         "num_threads": config.num_threads,
         "kv": {
-            "bytes": config.kv_bytes,
+            "bytes": sum(kv_bytes),  # of all ranks
             "source": config.kv_source,
-            "num_blocks": list(config.num_blocks),
+            "num_replicas": model.layout.attention.size("dp"),
+            "num_blocks": list(config.num_blocks),  # of each replica
             "block_tokens": config.kv_block,
         },
         "limits": {
@@ -430,6 +466,7 @@ def describe(model: ModelFacts, config: ResolvedConfig, notes: list[str]) -> dic
             "max_model_len": limits.max_model_len,
             "max_waiting": limits.max_waiting,
         },
+        "notes": list(model.notes),
         "not_active": notes,
         "unused_tensors": list(model.unused),
     }

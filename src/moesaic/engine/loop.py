@@ -41,6 +41,7 @@ class Facts:
     """What a running engine says of itself that never changes."""
 
     weight_bytes: int
+    kv_bytes: tuple[int, ...]  # of each rank's pool
     active: Mapping[str, Any]
     pids: tuple[int, ...] = ()  # of the ranks
 
@@ -134,7 +135,7 @@ class Engine:
                 kv_blocks_total=stats.kv_blocks_total,
                 kv_blocks_used=stats.kv_blocks_used,
                 kv_block_tokens=self.config.kv_block,
-                kv_bytes=self.config.kv_bytes,
+                kv_bytes=sum(self._facts.kv_bytes),
                 weight_bytes=self._facts.weight_bytes
                 + (0 if self._rebalance is None else self._rebalance.grown_bytes),
                 max_num_seqs=limits.max_num_seqs,
@@ -167,6 +168,7 @@ class Engine:
                     "wait": figures.wait_s[str(rank)],
                 },
                 "experts_held": 0 if rebalance is None else rebalance.num_held(rank),
+                "kv_bytes": self._facts.kv_bytes[rank],
             }
             for rank, pid in enumerate(self._facts.pids)
         ]

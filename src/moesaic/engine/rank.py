@@ -95,6 +95,7 @@ class RankReady:
     tensor_digests: Mapping[str, str]
     proof: InvarianceProof
     notes: tuple[str, ...]
+    lacks: tuple[str, ...]
     unused: tuple[Mapping[str, Any], ...]
     machine: Machine  # after loading
 
@@ -243,6 +244,7 @@ def ready_of(model: LoadedModel) -> RankReady:
         tensor_digests=model.tensor_digests,
         proof=model.proof,
         notes=model.notes,
+        lacks=model.lacks,
         unused=model.unused_tensors,
         machine=read_machine(),
     )

@@ -126,6 +126,7 @@ class LoadedModel:
     weight_bytes: int  # in memory, in the numerics' formats
     accounting: Accounting
     notes: tuple[str, ...]  # what loading did that the folder does not show
+    lacks: tuple[str, ...]  # what was wished of its memory and is not so
     tensor_digests: Mapping[str, str]  # by key, of all that this rank read
     local_spec: ModelSpec  # with this rank's heads alone: what its KV pool is made for
     proof: InvarianceProof
@@ -275,7 +276,7 @@ def build(
         layer_idxs = [layer_idx for layer_idx, _ in spec.moe_layers]
         moves = None if share is None else share.moves
         placed = Placed(plan, weights.store, dispatcher, layer_idxs, moves)
-    decoding = decoding_note(checkpoint, accounting, numerics)
+    done = (decoding_note(checkpoint, accounting, numerics), rooms.shared_note())
     return LoadedModel(
         spec=spec,
         numerics=numerics,
@@ -286,7 +287,8 @@ def build(
         traffic=None if share is None else share.traffic,
         weight_bytes=weight_bytes_of(accounting, numerics, held),
         accounting=accounting,
-        notes=(*(() if decoding is None else (decoding,)), *rooms.notes()),
+        notes=tuple(note for note in done if note is not None),
+        lacks=rooms.lacks(),
         tensor_digests=checkpoint.digests(),
         local_spec=local_spec,
         proof=proof,

@@ -122,25 +122,29 @@ class Rooms:
         self._opened.append(memory)
         return memory
 
-    def notes(self) -> tuple[str, ...]:
-        """What became of the wishes, once both halves are loaded."""
-        notes = []
+    def shared_note(self) -> str | None:
+        """What of the weights is shared, once both halves are loaded; None: nothing is to be."""
         folder, shared = self._home.shared_in, [one for one in self._opened if isinstance(one, SharedMemory)]
-        if folder is not None:
-            found = sum(one.shared.num_bytes for one in shared if one.is_filled)
-            read = sum(one.shared.num_bytes for one in shared if not one.is_filled)
-            notes.append(
-                f"shared weights: {format_bytes(found)} were found in {folder} and {format_bytes(read)} put "
-                "there"
-            )
-            if (reason := huge_pages.why_none_in(folder)) is not None:
-                notes.append(f"huge pages: none for shared weights, which are read more slowly: {reason}")
+        if folder is None:
+            return None
+        found = sum(one.shared.num_bytes for one in shared if one.is_filled)
+        read = sum(one.shared.num_bytes for one in shared if not one.is_filled)
+        return (
+            f"shared weights: {format_bytes(found)} were found in {folder} and {format_bytes(read)} put there"
+        )
+
+    def lacks(self) -> tuple[str, ...]:
+        """What was wished of the memory and is not so, once both halves are loaded."""
+        lacks = []
+        folder = self._home.shared_in
+        if folder is not None and (reason := huge_pages.why_none_in(folder)) is not None:
+            lacks.append(f"huge pages: none for shared weights, which are read more slowly: {reason}")
         for refusal in {one.refusal for one in self._opened if one.refusal is not None}:
-            notes.append(
+            lacks.append(
                 f"NUMA: the system binds no pages ({refusal}), so weights lie on the node of the thread that "
                 "loaded them, while it had room; a container needs CAP_SYS_NICE"
             )
-        return tuple(notes)
+        return tuple(lacks)
 
     def _check_folder(self, folder: Path) -> None:
         model = self._names["rest"]

@@ -151,7 +151,7 @@ METRICS: tuple[Metric, ...] = (
         name="moesaic_kv_blocks",
         kind="gauge",
         snapshot="kv_blocks_total",
-        help="Blocks of the KV pool.",
+        help="Blocks of the KV pools of all replicas.",
     ),
     Metric(
         name="moesaic_kv_blocks_used",
@@ -164,7 +164,7 @@ METRICS: tuple[Metric, ...] = (
         kind="gauge",
         unit="bytes",
         snapshot="kv_bytes",
-        help="Memory of the KV pool.",
+        help="Memory of the KV pools of all ranks.",
     ),
     Metric(
         name="moesaic_weight_bytes",

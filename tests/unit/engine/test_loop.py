@@ -88,7 +88,7 @@ def make_engine():
             config=resolved(),
             scheduler=make_scheduler(GROUPS, (num_blocks,), max_model_len=CONTEXT, max_waiting=max_waiting),
             link=LocalLink(executor),
-            facts=Facts(weight_bytes=123, active={"backend": "fake"}),
+            facts=Facts(weight_bytes=123, kv_bytes=(4096,), active={"backend": "fake"}),
         ).start()
         engines.append(engine)
         executors.append(executor)

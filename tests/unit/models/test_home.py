@@ -239,7 +239,7 @@ def test_a_system_that_binds_nothing_is_told(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, mixtral_config())
     nodes = tuple(Node(node_id=i, available_bytes=GB) for i in range(2))
     model = load(folder, num_threads=1, home=Home(nodes=nodes, bind=bind))
-    assert "Operation not permitted" in notes_of(model, "NUMA")[0]
+    assert "Operation not permitted" in model.lacks[0]
     assert torch.equal(logits_of(model), logits_of(load(folder, num_threads=1)))
 
 
