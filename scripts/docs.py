@@ -113,13 +113,14 @@ def parallel_page() -> str:
 
 
 def _layout_table() -> str:
-    """What runs of dispatcher x fused x micro-batches x chunks x tiers x graph, and why the rest does not."""
+    """What runs of dispatcher x fused x micro-batches x chunks x slices x tiers x graph; else, why not."""
     from moesaic.spec.layout_rules import DISPATCHERS, LayoutCell, refusals
 
     columns = {
         "1 micro-batch": {},
         "2 or more": {"num_micro_batches": 2},
         "chunks": {"num_chunks": 2},
+        "expert slices": {"has_slices": True},
         "expert tiers": {"has_expert_tiers": True},
         "graph": {"has_graph": True},
     }

@@ -164,6 +164,38 @@ def test_ranks_that_share_attention_answer_as_one_process_with_the_same_leaves(
         assert choices_of(llm) == alone.choices
 
 
+def test_slices_of_experts_answer_as_one_process_with_the_same_leaves() -> None:
+    """Each rank has half of every expert; then, while it runs, whole halves on one and the other."""
+    leaves = OPTIONS | {"matmul_shards": 2}
+    with LLM("demo", **leaves) as llm:
+        alone = Alone(answers(llm), llm.engine.snapshot(), choices_of(llm))
+    with LLM("demo", num_ranks=2, expert_tp=2, **leaves) as llm:
+        assert answers(llm) == alone.answers
+        found = llm.engine.snapshot()
+        for name in ("model_digest", "numerics_digest", "backend"):
+            assert found.active[name] == alone.snapshot.active[name]
+        layout = found.active["layout"]
+        assert (layout["experts"], layout["num_slices"]) == ({"ep": 1, "tp": 2}, 2)
+        assert (layout["dispatcher"], layout["is_fused"]) == data_parallel_of(2)
+        assert any("experts are cut into 2 slices" in note for note in found.active["not_active"])
+        assert [rank["experts_held"] for rank in found.active["ranks"]] == [16 * NUM_LAYERS] * 2
+        # A choice counts once, not once a slice.
+        assert choices_of(llm) == alone.choices
+        rng = np.random.default_rng(2)
+        plan = contiguous_plan((16,) * NUM_LAYERS, 2, 2)
+        moved = replace(plan, slot_rank=tuple(rng.integers(0, 2, 32) for _ in plan.slot_rank))
+        assert llm.adopt(moved).moved_bytes > 0
+        assert answers(llm) == alone.answers
+        with pytest.raises(ConfigError, match="it has whole experts, and in memory are experts in 2 slices"):
+            llm.adopt(contiguous_plan((16,) * NUM_LAYERS, 2))
+
+
+def data_parallel_of(num_ranks: int) -> tuple[str, bool]:
+    """Dispatcher, and whether layers are fused, where nothing is said and experts are cut."""
+    layout = data_parallel(num_ranks, has_slices=True, is_native=bool(native.levels()))
+    return layout.dispatcher, layout.is_fused
+
+
 def uneven_plan() -> ExpertPlan:
     """For two ranks, of which the second holds about 30 % of the slots; five experts a layer have a copy."""
     rng = np.random.default_rng(3)

@@ -47,7 +47,14 @@ def test_a_plan_comes_into_force_and_is_told(server: Server) -> None:
         ({"slot_rank": [[0] * 5] * 2}, "it is for 1 ranks, this engine has 2"),
         ({"slot_expert": [[0, 1, 2, 2, 2]] * 2}, r"layer 0 has no slot for experts \[3\]"),
         ({"slot_expert": [[0, 1, 2, 3, 4]] * 2}, r"layer 0 names experts \[4\]"),
-        ({"slot_slice": [[0, 0, 0, 0, 1]] * 2}, "layer 0 cuts experts into slices"),
+        (
+            {"slot_slice": [[0, 0, 0, 0, 1]] * 2},
+            "layer 0 has 5 slots, and 4 experts in 2 slices need 8 or more",
+        ),
+        (
+            to_plain(contiguous_plan((4, 4), 2, 2)),
+            "it has experts in 2 slices, and in memory are whole experts: balance for such",
+        ),
         ({"slot_share": [[0, 1, 1, 1, 1]] * 2}, r"no slot of experts \[0\] of sparse layer 0 has a share"),
         ({"slot_share": [[1, 1, 1, 1, -1]] * 2}, r"slot_share\[0\]\[4\]"),
         ({"version": 2**31}, "version"),

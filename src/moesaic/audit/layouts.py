@@ -161,8 +161,9 @@ def verify_layouts(
         expected = stage.alone(numerics)
         for (placement, shape), cells in groupby(of_numerics, _company):
             some = list(cells)
-            plan = make_plan(stage.num_experts, shape.num_ranks, placement)
+            plan = make_plan(stage.num_experts, shape.num_ranks, placement, shape.num_slices)
             where = f"{count_ranks(shape.num_ranks)}{f' by tp {shape.tp}' if shape.tp > 1 else ''}"
+            where += f", {shape.num_slices} slices" if shape.num_slices > 1 else ""
             say(f"{dtype} {backend}, {where}, {placement}: {len(some)} layouts")
             try:
                 with stage.ranks(numerics, plan, shape) as ranks:
@@ -242,6 +243,7 @@ def _company(cell: Cell) -> tuple[Any, Shape]:
         else "exchange",
         num_ranks=cell.shape.num_ranks,
         tp=cell.shape.tp,
+        num_slices=cell.shape.num_slices,
         returns="choices",
         is_fused=False,
     )
@@ -324,7 +326,7 @@ class _Stage:
         """As an engine would resolve them, with leaves to split where the shape splits sums."""
         kind: DType = dtype  # type: ignore[assignment]  # one of the two, as it came from them
         numerics = self._wishes.numerics(dtype=kind, backend=backend)
-        if shape.tp == 1:
+        if not shape.splits:
             return numerics
         return numerics.with_leaves(matmul_shards=max(MATMUL_SHARDS, numerics.matmul_shards))
 
@@ -344,10 +346,15 @@ class _Stage:
         for rank, seat in enumerate(seats):
 
             def dispatcher(
-                spec: ModelSpec, numerics: Numerics, rank: int = rank, seat: _Seat = seat
+                spec: ModelSpec,
+                numerics: Numerics,
+                down_biases: Mapping[int, torch.Tensor],
+                rank: int = rank,
+                seat: _Seat = seat,
             ) -> Dispatcher | FusedRanks:
                 if shape.is_fused:  # its layers are the dispatcher
                     return make_dispatcher(layout, spec.moe_layers, numerics, plan, ends[rank])
+                seat.down_biases = down_biases
                 return seat
 
             tensor = None if shape.tp == 1 else _tensor_share(shape, numerics, rank, kind)
@@ -368,13 +375,18 @@ class _Stage:
 
 
 def _wires(
-    layout: Layout, layers: Sequence[tuple[int, MoeSpec]], numerics: Numerics, work: Work
+    layout: Layout,
+    layers: Sequence[tuple[int, MoeSpec]],
+    numerics: Numerics,
+    work: Work,
+    num_slices: int = 1,
 ) -> tuple[list[Transport], MemoryWires]:
     """One end a rank, and the wires in this process that are no shared memory."""
     wires = MemoryWires(layout.num_ranks, num_chunks=layout.num_chunks)
     if layout.dispatcher != "shared_memory":
         return [wires.transport(rank) for rank in range(layout.num_ranks)], wires
-    ends = segments_in_one_process(layout.num_ranks, lane_sizes(layout, layers, numerics, work.num_rows))
+    sizes = lane_sizes(layout, layers, numerics, work.num_rows, num_slices)
+    ends = segments_in_one_process(layout.num_ranks, sizes)
     return [SharedMemoryTransport(end, num_chunks=layout.num_chunks) for end in ends], wires
 
 
@@ -401,9 +413,11 @@ class _Ranks:
         """The whole work in one layout."""
         layout = cell.shape.layout(cell.num_micro_batches)
         layers = self._models[0].spec.moe_layers
-        ends, wires = _wires(layout, layers, self._numerics, self._work)
+        ends, wires = _wires(layout, layers, self._numerics, self._work, self._plan.num_slices)
         for seat, end in zip(self._seats, ends, strict=True):
-            found = make_dispatcher(layout, layers, self._numerics, self._plan, end)
+            found = make_dispatcher(
+                layout, layers, self._numerics, self._plan, end, down_biases=seat.down_biases
+            )
             if not isinstance(found, FusedRanks):  # whose layers were made with the model
                 seat.dispatcher = found
         replicas = [MemoryWires(cell.shape.tp) for _ in range(layout.attention.size("dp"))]
@@ -430,6 +444,7 @@ class _Seat(TokenSide, ExpertSide):
     """Where a loaded rank finds its dispatcher: another one for each layout."""
 
     dispatcher: Dispatcher
+    down_biases: Mapping[int, torch.Tensor] | None = None  # None: its layers were made with the model
 
     @property
     def num_chunks(self) -> int:

@@ -50,7 +50,8 @@ MatmulShards = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Parts of each sum that --tp may split, a power of two: bits follow it, on one rank too "
+        help="Parts of each sum that --tp and slices of experts may split, a power of two: bits follow it, "
+        "on one rank too "
         "[default: the preset's].",
     ),
 ]
@@ -121,6 +122,14 @@ class LayoutOptions:
             help="What ranks of a replica sum over: gloo or shared_memory [default: memory that they share]."
         ),
     ] = None
+    expert_tp: Annotated[
+        int | None,
+        typer.Option(
+            "--expert-tp",
+            min=1,
+            help="Ranks over which each expert is cut along its width; see --matmul-shards [default: 1].",
+        ),
+    ] = None
     placement: Annotated[
         str | None,
         typer.Option(help="File of moesaic balance -o: which rank has which experts [default: equal runs]."),
@@ -185,6 +194,7 @@ class LayoutOptions:
         wish = LayoutWish(
             num_ranks=self.ranks,
             tp=self.tp,
+            expert_tp=self.expert_tp,
             placement=self.placement,
             deployment=self.deployment,
             dispatcher=self.dispatcher,  # type: ignore[arg-type]  # checked by the dataclass

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import comb
 
+PARTIAL_BYTES = 4
+"""Of a part of a sum."""
+
 REPORTED_LAUNCHES: Mapping[str, int] = {
     "FlashMoE": 1, "Comet": 33, "Megatron CUTLASS": 85, "Megatron Triton": 261, "DeepEP": 432,
     "DeepSpeedMoE": 550,
@@ -15,18 +18,42 @@ REPORTED_LAUNCHES: Mapping[str, int] = {
 """Kernels that one MoE layer launches. Source: reported by FlashMoE, arXiv:2506.04667, table 1."""
 
 
-def copies_sent(num_tokens: int, experts_per_token: int, devices: int) -> float:
-    """Rows that leave a device when every choice is sent by itself: n k (D - 1) / D."""
-    return num_tokens * experts_per_token * (devices - 1) / devices
+def copies_sent(num_tokens: int, experts_per_token: int, devices: int, num_slices: int = 1) -> float:
+    """Rows that leave a device when every choice is sent by itself: n k (D - 1) / D.
+
+    A choice is as many as its expert has slices, which devices hold alike.
+    """
+    return num_tokens * experts_per_token * num_slices * (devices - 1) / devices
 
 
-def copies_once(num_tokens: int, experts_per_token: int, devices: int, num_experts: int) -> float:
+def copies_once(
+    num_tokens: int, experts_per_token: int, devices: int, num_experts: int, num_slices: int = 1
+) -> float:
     """Rows that leave a device when a token goes once to a device with several of its experts.
 
-    Source: n (D - 1) (1 - C(E - E / D, k) / C(E, k)).
+    A device has a slice of as many experts as it would have whole, times the slices.
+
+    Source: n (D - 1) (1 - C(E - E S / D, k) / C(E, k)).
     """
-    k, held = experts_per_token, num_experts // devices
+    k, held = experts_per_token, num_experts * num_slices // devices
     return num_tokens * (devices - 1) * (1.0 - comb(num_experts - held, k) / comb(num_experts, k))
+
+
+def returned_bytes(
+    num_tokens: int,
+    experts_per_token: int,
+    devices: int,
+    row_width: int,
+    *,
+    result_bytes: int,
+    num_slices: int = 1,
+) -> float:
+    """Bytes of results that come back to a device: a row for each choice, in numbers of `result_bytes`.
+
+    Of a slice it is the root of its part of the sum, which is float32 until all are added.
+    """
+    number_bytes = result_bytes if num_slices == 1 else PARTIAL_BYTES
+    return copies_sent(num_tokens, experts_per_token, devices, num_slices) * row_width * number_bytes
 
 
 def copies_over_nodes(

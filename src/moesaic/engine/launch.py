@@ -81,6 +81,11 @@ class ModelFacts:
     tp_wires: TpWires | None = None  # that a replica's ranks sum over; None: each is one rank
     pids: tuple[int, ...]  # of the ranks
 
+    @property
+    def num_slices(self) -> int:
+        """Parts that every expert is cut into."""
+        return 1 if self.plan is None else self.plan.num_slices
+
     @classmethod
     def of(cls, model: LoadedModel, layout: Layout) -> ModelFacts:
         """Of a model in this process."""
@@ -219,7 +224,7 @@ def _start_on_ranks(
     numerics = config.with_environment(read_environment()).numerics_for(
         spec, backend=default_backend(), stated=arranged.numerics
     )
-    check_split(arranged.layout, spec, numerics)
+    check_split(arranged.layout, spec, numerics, arranged.num_slices)
     check_tp_wires(arranged.layout, config.tp_wires)
     ranks = Ranks(launcher, arranged.layout.num_ranks)
     try:
@@ -376,13 +381,14 @@ def _kv_bytes(model: ModelFacts, config: ResolvedConfig) -> tuple[int, ...]:
 def _rebalance(model: ModelFacts) -> Rebalance:
     layers, formats = model.spec.moe_layers, model.numerics.formats
     num_experts = tuple(moe.num_experts for _, moe in layers)
+    plan = model.plan or contiguous_plan(num_experts, model.layout.num_ranks)
     return Rebalance(
-        model.plan or contiguous_plan(num_experts, model.layout.num_ranks),
+        plan,
         model.spec,
         num_ranks=model.layout.num_ranks,
         expert_bytes=[
             max(
-                BlobLayout.of(moe, format).num_bytes
+                BlobLayout.of(moe, format, plan.num_slices).num_bytes
                 for format in {formats.of_expert(layer_idx, i).weight for i in range(moe.num_experts)}
             )
             for layer_idx, moe in layers
@@ -401,6 +407,11 @@ def _notes(model: ModelFacts, config: ResolvedConfig, *, has_prefix_cache: bool)
         )
     if not native.levels():
         notes.append("native kernels: not built in this installation, so matmuls are torch's own")
+    if model.num_slices > 1:
+        notes.append(
+            f"experts are cut into {model.num_slices} slices, whose results are joined one by one: layers "
+            "are not fused"
+        )
     if (reason := huge_pages.why_none()) is not None:
         notes.append(f"huge pages: none for the weights, which are read more slowly: {reason}")
     notes += [f"{name}: {effect}" for name, effect in model.numerics.effects()]
@@ -447,6 +458,7 @@ def describe(
             "is_fused": model.layout.is_fused,
             "returns": model.layout.returns,
             "num_ranks": model.layout.num_ranks,
+            "num_slices": model.num_slices,
             "num_micro_batches": model.layout.num_micro_batches,
             "num_chunks": model.layout.num_chunks,
             "ranks_per_node": model.layout.ranks_per_node,

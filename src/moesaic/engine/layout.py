@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -18,27 +18,29 @@ from moesaic.hashing import digest
 from moesaic.kernels import native
 from moesaic.spec.codec import from_plain
 from moesaic.spec.deployment import Deployment, Grid, Layout, check_plan, from_json
-from moesaic.spec.experts import MAX_VERSION, ExpertPlan
+from moesaic.spec.experts import MAX_VERSION, ExpertPlan, contiguous_plan, name_parts
 from moesaic.spec.layout_rules import (
     DISPATCHERS,
     FUSED,
     GATHERED_RULE,
     NOT_BUILT,
     Dispatcher,
+    Returns,
     TpWires,
+    refusals,
 )
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
-from moesaic.spec.tensor_split import check_leaves, check_tensor_parallel
+from moesaic.spec.tensor_split import check_leaves, check_slices, check_tensor_parallel
 
-Returns = Literal["choices", "subtrees"]
 RETURNS: tuple[Returns, ...] = get_args(Returns)
 
 MAX_FILE_BYTES = 2**28  # guess: a placement of 100 layers of 1,000 slots has 8 MB
-_COUNTS = ("num_ranks", "tp", "num_micro_batches", "num_chunks", "ranks_per_node")
+_COUNTS = ("num_ranks", "tp", "expert_tp", "num_micro_batches", "num_chunks", "ranks_per_node")
 FLAGS = {
     "num_ranks": "--ranks",
     "tp": "--tp",
+    "expert_tp": "--expert-tp",
     "placement": "--placement",
     "deployment": "--deployment",
     "dispatcher": "--dispatcher",
@@ -56,6 +58,7 @@ class LayoutWish:
 
     num_ranks: int | None = None  # None: as many as were started from outside, else one
     tp: int | None = None  # ranks that share a replica's attention and dense matrices; None: one
+    expert_tp: int | None = None  # ranks over which each expert is cut along its inner width; None: one
     placement: str | None = None  # file that says which rank holds which experts; None: equal runs
     deployment: str | None = None  # file with layout, placement and numerics; no other field is stated then
     dispatcher: Dispatcher | None = None  # None: local, gathered, shared_memory or exchange: the fastest
@@ -79,6 +82,11 @@ class LayoutWish:
                 f"--deployment {self.deployment} says the whole layout, and {', '.join(others)} "
                 f"{'says' if len(others) == 1 else 'say'} it again: leave one of them out"
             )
+        if self.placement is not None and self.expert_tp is not None:
+            raise ConfigError(
+                f"--placement {self.placement} says which slices of experts there are, and --expert-tp "
+                f"{self.expert_tp} says it again: leave one of them out"
+            )
 
     def stated(self) -> list[str]:
         """Fields that are not None."""
@@ -92,6 +100,11 @@ class Arrangement:
     layout: Layout
     plan: ExpertPlan | None = None  # None: experts in equal runs
     numerics: Numerics | None = None  # None: those of the preset
+
+    @property
+    def num_slices(self) -> int:
+        """Parts that every expert is cut into."""
+        return 1 if self.plan is None else self.plan.num_slices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +135,7 @@ def arrange(
             f"start {found.layout.num_ranks}"
             + (", or leave --ranks out" if wish.deployment is None else ", or plan anew")
         )
-    check_layout(found.layout, spec)
+    check_layout(found.layout, spec, found.num_slices)
     return found
 
 
@@ -134,9 +147,9 @@ def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None, is_nat
             f"{_runnable(num_ranks)}"
         )
     if num_ranks == 1:
-        for name in ("placement", "dispatcher", "returns", "num_chunks", "ranks_per_node"):
+        for name in ("expert_tp", "placement", "dispatcher", "returns", "num_chunks", "ranks_per_node"):
             value = getattr(wish, name)
-            if value not in (None, "local"):
+            if value not in (None, "local") and (name, value) != ("expert_tp", 1):
                 raise ConfigError(
                     f"{FLAGS[name]} {value} is for several ranks, and there is one: ask for several with "
                     f"--ranks, or leave {FLAGS[name]} out"
@@ -154,18 +167,47 @@ def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None, is_nat
             + (f": ask for --ranks-per-node {_up_to(num_ranks - 1)}" if num_ranks > 1 else "")
             + ", or use exchange"
         )
-    layout = data_parallel(
-        num_ranks,
-        tp=wish.tp or 1,
-        dispatcher=wish.dispatcher,
-        returns=wish.returns or "choices",
-        num_micro_batches=wish.num_micro_batches or 1,
-        num_chunks=wish.num_chunks or 1,
-        ranks_per_node=per_node,
-        is_native=is_native,
+    plan, expert_tp = None, wish.expert_tp or 1
+    if wish.placement is not None:
+        plan = read_plan(wish.placement, num_ranks, spec)
+    elif expert_tp > 1:
+        plan = _cut_plan(num_ranks, expert_tp, spec)
+    found = Arrangement(
+        layout=data_parallel(
+            num_ranks,
+            tp=wish.tp or 1,
+            expert_tp=expert_tp,
+            has_slices=plan is not None and plan.num_slices > 1,
+            dispatcher=wish.dispatcher,
+            returns=wish.returns or "choices",
+            num_micro_batches=wish.num_micro_batches or 1,
+            num_chunks=wish.num_chunks or 1,
+            ranks_per_node=per_node,
+            is_native=is_native,
+        ),
+        plan=plan,
     )
-    plan = None if wish.placement is None else read_plan(wish.placement, num_ranks, spec)
-    return Arrangement(layout=layout, plan=plan)
+    for refusal in refusals(found.layout.cell(has_slices=True)) if found.num_slices > 1 else ():
+        value = getattr(found.layout, refusal.field)
+        raise ConfigError(
+            f"{refusal.field} {value} does not run with {count_slices(found.num_slices)}: {refusal.reason}; "
+            f"leave {FLAGS[refusal.field]} out"
+        )
+    return found
+
+
+def _cut_plan(num_ranks: int, expert_tp: int, spec: ModelSpec) -> ExpertPlan:
+    """Groups of `expert_tp` ranks, each with every expert of its group cut over its ranks.
+
+    Raises: ConfigError when ranks do not go into such groups.
+    """
+    if num_ranks % expert_tp:
+        raise ConfigError(
+            f"expert_tp {expert_tp} does not divide {_ranks(num_ranks)}: {num_ranks} mod {expert_tp} = "
+            f"{num_ranks % expert_tp}; ask for --expert-tp {_divisors(num_ranks)}, or for --ranks "
+            f"{-(-num_ranks // expert_tp) * expert_tp}"
+        )
+    return contiguous_plan(tuple(moe.num_experts for _, moe in spec.moe_layers), num_ranks, expert_tp)
 
 
 def _by_file(path: str, spec: ModelSpec, *, is_native: bool) -> Arrangement:
@@ -186,10 +228,12 @@ def _by_file(path: str, spec: ModelSpec, *, is_native: bool) -> Arrangement:
     return Arrangement(layout=instance.layout, plan=instance.plan, numerics=deployment.numerics)
 
 
-def data_parallel(
+def data_parallel(  # noqa: PLR0913 - each is a wish of its own
     num_ranks: int,
     *,
     tp: int = 1,
+    expert_tp: int = 1,
+    has_slices: bool = False,
     dispatcher: Dispatcher | None = None,
     returns: Returns = "choices",
     num_micro_batches: int = 1,
@@ -201,15 +245,15 @@ def data_parallel(
 
     `dispatcher` None is the fastest between ranks of one machine: gathered in one replica, else over shared
     memory, for which native kernels must have been built, else exchange. Layers are fused where it can, the
-    backend is native, and neither subtrees nor chunks are asked for.
+    backend is native, experts are whole, and neither subtrees nor chunks are asked for. Slices of experts are
+    over groups of `expert_tp` ranks, or as a plan has them.
 
     Raises: ConfigError when `tp` does not divide the ranks.
     """
     if num_ranks % tp:
-        legal = ", ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)
         raise ConfigError(
             f"tp {tp} does not divide {_ranks(num_ranks)}: {num_ranks} mod {tp} = {num_ranks % tp}; ask for "
-            f"--tp {legal}, or for --ranks {max(1, num_ranks // tp) * tp}"
+            f"--tp {_divisors(num_ranks)}, or for --ranks {max(1, num_ranks // tp) * tp}"
         )
     ranks = tuple(range(num_ranks))
     if dispatcher is None:
@@ -217,18 +261,24 @@ def data_parallel(
         dispatcher = "local" if num_ranks == 1 else "gathered" if num_ranks == tp else fastest
     return Layout(
         attention=Grid(axes={"dp": num_ranks // tp, "tp": tp}, ranks=ranks),
-        experts=Grid(axes={"ep": num_ranks}, ranks=ranks),
+        experts=Grid(
+            axes={"ep": num_ranks // expert_tp} | ({"tp": expert_tp} if expert_tp > 1 else {}), ranks=ranks
+        ),
         dispatcher=dispatcher,
         returns=returns,
         num_micro_batches=num_micro_batches,
         num_chunks=num_chunks,
         ranks_per_node=ranks_per_node,
-        is_fused=is_native and dispatcher in FUSED and returns == "choices" and num_chunks == 1,
+        is_fused=is_native
+        and dispatcher in FUSED
+        and returns == "choices"
+        and num_chunks == 1
+        and not has_slices,
     )
 
 
-def check_layout(layout: Layout, spec: ModelSpec) -> None:
-    """Whether the model can be laid out so.
+def check_layout(layout: Layout, spec: ModelSpec, num_slices: int = 1) -> None:
+    """Whether the model can be laid out so, its experts in so many slices.
 
     Raises: ConfigError with the numbers and the nearest layouts that can.
     """
@@ -239,15 +289,16 @@ def check_layout(layout: Layout, spec: ModelSpec) -> None:
             "and as many --matmul-shards or more, or use exchange"
         )
     fewest = min((moe.num_experts for _, moe in spec.moe_layers), default=1)
-    if layout.num_ranks > fewest:
+    if layout.num_ranks > fewest * num_slices:
+        of_slices = f" in {num_slices} slices" if num_slices > 1 else ""
         raise ConfigError(
-            f"{layout.num_ranks} ranks for {fewest} experts a layer: some would hold none; use at most "
-            f"{fewest} ranks"
+            f"{layout.num_ranks} ranks for {fewest} experts a layer{of_slices}: some would hold none; use at "
+            f"most {fewest * num_slices} ranks, or cut experts (--expert-tp)"
         )
 
 
-def check_split(layout: Layout, spec: ModelSpec, numerics: Numerics) -> None:
-    """Whether these numerics have the leaves, and the model the heads, that a layout splits.
+def check_split(layout: Layout, spec: ModelSpec, numerics: Numerics, num_slices: int = 1) -> None:
+    """Whether these numerics have the leaves, and the model the heads, that a layout and slices split.
 
     Raises: ConfigError with the arithmetic, and what would do.
     """
@@ -259,6 +310,7 @@ def check_split(layout: Layout, spec: ModelSpec, numerics: Numerics) -> None:
             f"matmul_shards {needed} allow it; ask for --matmul-shards {needed}, also where its bits are "
             "compared with one rank's"
         )
+    check_slices(numerics.matmul_shards, num_slices)
     check_leaves(spec, numerics)
     check_tensor_parallel(spec, tp, numerics.matmul_shards)
 
@@ -355,10 +407,10 @@ def _read(path: str, where: str, writer: str) -> bytes:
 def check_placement(plan: ExpertPlan, num_ranks: int, spec: ModelSpec, *, where: str) -> None:
     """Whether a plan is for this model and these ranks.
 
-    Raises: ConfigError for a plan of other layers, experts or ranks, with slices, or with experts that no
-            slot takes tokens for.
+    Raises: ConfigError for a plan of other layers, experts or ranks, or with experts, or slices of such, that
+            no slot takes tokens for.
     """
-    counts = [moe.num_experts for _, moe in spec.moe_layers]
+    counts, num_slices = [moe.num_experts for _, moe in spec.moe_layers], plan.num_slices
     if len(plan.slot_expert) != len(counts):
         raise ConfigError(
             f"{where}: it has {len(plan.slot_expert)} layers, the model has {len(counts)} with experts; give "
@@ -370,29 +422,29 @@ def check_placement(plan: ExpertPlan, num_ranks: int, spec: ModelSpec, *, where:
             f"{plan.num_ranks}, or balance for --gpus {num_ranks}"
         )
     check_plan(plan, num_ranks=num_ranks)
-    for layer, (ids, count) in enumerate(zip(plan.slot_expert, counts, strict=True)):
-        lost, unknown = (
-            sorted(set(range(count)) - {*ids.tolist()}),
-            sorted({*ids.tolist()} - set(range(count))),
-        )
-        if lost or unknown:
-            what = f"has no slot for experts {lost}" if lost else f"names experts {unknown}"
+    for layer, (ids, count) in enumerate(zip(plan.part_ids, counts, strict=True)):
+        if len(ids) < count * num_slices and num_slices > 1:
             raise ConfigError(
-                f"{where}: sparse layer {layer} {what}; it must place experts 0 to {count - 1}, each once "
-                "or more"
+                f"{where}: sparse layer {layer} has {len(ids)} slots, and {count} experts in {num_slices} "
+                f"slices need {count * num_slices} or more"
             )
-        if plan.slot_slice[layer].any():
+        wanted = set(range(count * num_slices))
+        lost = sorted(wanted - {*ids.tolist()})
+        unknown = sorted({*plan.slot_expert[layer].tolist()} - set(range(count)))
+        if lost or unknown:
+            what = f"has no slot for {name_parts(lost, num_slices)}" if lost else f"names experts {unknown}"
             raise ConfigError(
-                f"{where}: sparse layer {layer} cuts experts into slices, and ranks hold whole ones; balance "
-                "without slices"
+                f"{where}: sparse layer {layer} {what}; it must place experts 0 to {count - 1}, "
+                + ("each" if num_slices == 1 else f"each of their {num_slices} slices")
+                + " once or more"
             )
         share_P = plan.slot_share[layer]
         if not np.isfinite(share_P).all() or (share_P < 0).any():
             raise ConfigError(f"{where}: a share in sparse layer {layer} is below 0 or not a number")
-        if idle := sorted(set(range(count)) - set(ids[share_P > 0].tolist())):
+        if idle := sorted(wanted - set(ids[share_P > 0].tolist())):
             raise ConfigError(
-                f"{where}: no slot of experts {idle} of sparse layer {layer} has a share of their tokens; "
-                "the shares of an expert's slots sum to 1"
+                f"{where}: no slot of {name_parts(idle, num_slices)} of sparse layer {layer} has a share of "
+                "their tokens; the shares of an expert's slots sum to 1"
             )
     if not 0 <= plan.version <= MAX_VERSION:
         raise ConfigError(f"{where}: version must be 0 to {MAX_VERSION}, got {plan.version}")
@@ -425,6 +477,15 @@ def _runnable(num_ranks: int) -> str:
     return f"for {num_ranks} ranks there are " + " and ".join(
         one for one in DISPATCHERS if one not in NOT_BUILT and one not in ("local", "gathered")
     )
+
+
+def count_slices(num_slices: int) -> str:
+    """`whole experts`, `experts in 2 slices`."""
+    return "whole experts" if num_slices == 1 else f"experts in {num_slices} slices"
+
+
+def _divisors(count: int) -> str:
+    return ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
 
 
 def _up_to(most: int) -> str:

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+from torch import Tensor
 from torch import distributed as dist
 
 from moesaic import __version__
@@ -211,11 +212,27 @@ def load_share(mesh: Mesh, setup: RankSetup) -> LoadedModel:
             f"{config.max_tokens_per_step} tokens",
         )
     )
-    wires = connect(layout, mesh, spec.moe_layers, numerics, config.max_tokens_per_step, tp_wires=tp_wires)
+    wires = connect(
+        layout,
+        mesh,
+        spec.moe_layers,
+        numerics,
+        config.max_tokens_per_step,
+        tp_wires=tp_wires,
+        num_slices=plan.num_slices,
+    )
 
-    def dispatcher(spec: ModelSpec, numerics: Numerics) -> Dispatcher | FusedRanks:
+    def dispatcher(
+        spec: ModelSpec, numerics: Numerics, down_biases: Mapping[int, Tensor]
+    ) -> Dispatcher | FusedRanks:
         return make_dispatcher(
-            layout, spec.moe_layers, numerics, plan, wires, replica_choice=config.replica_choice
+            layout,
+            spec.moe_layers,
+            numerics,
+            plan,
+            wires,
+            replica_choice=config.replica_choice,
+            down_biases=down_biases,
         )
 
     return build(

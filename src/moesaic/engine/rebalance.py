@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesaic.engine.layout import check_placement
+from moesaic.engine.layout import check_placement, count_slices
 from moesaic.errors import ConfigError, HostMemoryShort, SwapRunning
 from moesaic.placement.choice import ReplicaChoice
 from moesaic.placement.plan import fetched, stages
@@ -60,7 +60,8 @@ class Rebalance:
         replica_choice: ReplicaChoice = "turns",
         stage_bytes: int = STAGE_BYTES,
     ) -> None:
-        """`expert_bytes` are of each MoE layer; `available_bytes` says what the ranks' machine has now."""
+        """`expert_bytes` are of an expert, or a slice, of each MoE layer; `available_bytes` says what the
+        ranks' machine has now."""
         self.plan = plan
         self.moved_bytes_total = 0
         self._spec = spec
@@ -85,9 +86,9 @@ class Rebalance:
         return sum(self._bytes_of(self.plan)) - sum(self._start_bytes)
 
     def num_held(self, rank: int) -> int:
-        """Experts in memory of a rank, of all layers."""
-        pairs = zip(self.plan.slot_rank, self.plan.slot_expert, strict=True)
-        return sum(len(np.unique(experts[ranks == rank])) for ranks, experts in pairs)
+        """Experts in memory of a rank, or slices of such, of all layers."""
+        pairs = zip(self.plan.slot_rank, self.plan.part_ids, strict=True)
+        return sum(len(np.unique(ids[ranks == rank])) for ranks, ids in pairs)
 
     def ask(self, target: ExpertPlan, now_s: float) -> Future[Swapped]:
         """Begin to go over to a plan; its version is replaced by those that follow the present one.
@@ -98,6 +99,11 @@ class Rebalance:
         if not self._spec.moe_layers:
             raise ConfigError("the model has no routed experts: there is nothing to place")
         check_placement(target, self._num_ranks, self._spec, where="the plan")
+        if target.num_slices != self.plan.num_slices:
+            raise ConfigError(
+                f"the plan: it has {count_slices(target.num_slices)}, and in memory are "
+                f"{count_slices(self.plan.num_slices)}: balance for such, or start anew with --placement"
+            )
         if self._swap is not None:
             raise SwapRunning(
                 f"{len(self._swap.stages)} stages of another plan are left to do, the next has version "
@@ -184,6 +190,6 @@ class Rebalance:
     def _bytes_of(self, plan: ExpertPlan) -> list[int]:
         """Memory of each layer's experts over all ranks: a second slot on a rank costs nothing."""
         return [
-            size * len({*zip(ranks.tolist(), experts.tolist(), strict=True)})
-            for size, ranks, experts in zip(self._expert_bytes, plan.slot_rank, plan.slot_expert, strict=True)
+            size * len({*zip(ranks.tolist(), ids.tolist(), strict=True)})
+            for size, ranks, ids in zip(self._expert_bytes, plan.slot_rank, plan.part_ids, strict=True)
         ]

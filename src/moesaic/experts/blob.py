@@ -5,12 +5,13 @@ Knows where the parts of an expert lie in its blob; not where blobs come from or
     | gate F*D | up F*D |.| down D*F |.| gate_bias F | up_bias F |.| down_bias D |.|    . up to 64 bytes
 
 gate and up touch, so that both are one matmul of [2F, D]; an integer format pads the rows of each by itself.
+A slice of an expert is a blob, too: of a part of F, and without down_bias, which is added to the sum of all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, cast
@@ -21,11 +22,11 @@ from torch import Tensor
 from moesaic.errors import CheckpointError, nearest
 from moesaic.hashing import digest_bytes
 from moesaic.kernels.formats import torch_dtype
-from moesaic.kernels.panel import PanelWeight, Weight, pack_panels
+from moesaic.kernels.panel import PanelWeight, Weight, pack_panels, slice_columns
 from moesaic.spec.experts import ExpertKey
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import DTYPE_BYTES, DType, Format
-from moesaic.spec.quantised import QUANTISED
+from moesaic.spec.quantised import QUANTISED, check_shards_of
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 
@@ -65,16 +66,21 @@ class BlobLayout:
     num_bytes: int
 
     @classmethod
-    def of(cls, spec: MoeSpec, format: Format) -> BlobLayout:
-        """The layout of an expert of `spec` stored in `format`."""
-        inner, width = spec.expert_width, spec.row_width
+    def of(cls, spec: MoeSpec, format: Format, num_slices: int = 1) -> BlobLayout:
+        """The layout of an expert of `spec` stored in `format`, or of one of its equal slices.
+
+        Raises: ConfigError when slices would cut a group of the format.
+        """
+        check_shards_of(format, spec.expert_width, num_slices)
+        inner, width = spec.expert_width // num_slices, spec.row_width
         inners = ("gate", "up") if spec.is_gated else ("up",)
         runs: list[list[tuple[str, tuple[int, ...]]]] = [
             [(name, (inner, width)) for name in inners],
             [("down", (width, inner))],
         ]
         if spec.has_bias:
-            runs += [[(f"{name}_bias", (inner,)) for name in inners], [("down_bias", (width,))]]
+            runs.append([(f"{name}_bias", (inner,)) for name in inners])
+            runs += [[("down_bias", (width,))]] * (num_slices == 1)
         places: dict[Part, Place] = {}
         gaps: list[tuple[int, int]] = []
         end = 0
@@ -122,11 +128,28 @@ class BlobLayout:
             down_bias_D=self._vector(data, self.places["down_bias"]) if "down_bias" in self.places else None,
         )
 
-    def write(self, data: Tensor, part: Part, tensor: Tensor, *, name: str) -> None:
+    def write(self, data: Tensor, part: Part, tensor: Weight, *, name: str) -> None:
         """Round `tensor` into its place; any strides will do, so slices and transposes stream in.
+
+        Panels, as `cut_part` makes them, are rounded already.
 
         Raises: CheckpointError, calling the tensor `name`, for an unknown part, shape or dtype, and for
                 numbers that an integer format cannot hold.
+        """
+        self.check(part, tensor, name=name)
+        view = self.view(data, part)
+        if isinstance(tensor, PanelWeight):
+            assert isinstance(view, PanelWeight), "panels are of the blob's format"
+            view.data.copy_(tensor.data)
+        elif isinstance(view, PanelWeight):
+            pack_panels(tensor, self.format, name=name, into=view)
+        else:
+            view.copy_(tensor)
+
+    def check(self, part: Part, tensor: Weight, *, name: str) -> None:
+        """Whether a tensor can be written as this part.
+
+        Raises: CheckpointError as `write`, but for its numbers.
         """
         if part not in self.places:
             raise CheckpointError(
@@ -135,15 +158,10 @@ class BlobLayout:
         shape = self.places[part].shape
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{name}: expected shape {list(shape)}, found {list(tensor.shape)}")
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
+        if isinstance(tensor, Tensor) and (not tensor.is_floating_point() or tensor.element_size() < 2):
             raise CheckpointError(
                 f"{name}: expected float32, bfloat16 or float16, found {tensor.dtype}; unpack it first"
             )
-        view = self.view(data, part)
-        if isinstance(view, PanelWeight):
-            pack_panels(tensor, self.format, name=name, into=view)
-        else:
-            view.copy_(tensor)
 
     def _inner(self, suffix: str) -> Place:
         """Where gate and up lie as one, or up alone."""
@@ -153,7 +171,7 @@ class BlobLayout:
         return Place(start, (2 * rows, *rest))
 
     def _vector(self, data: Tensor, place: Place) -> Tensor:
-        dtype = _vector_dtype(self.format)
+        dtype = vector_dtype(self.format)
         stop = place.start + place.shape[0] * DTYPE_BYTES[dtype]
         return data[place.start : stop].view(torch_dtype(dtype))
 
@@ -169,7 +187,27 @@ class BlobLayout:
         )
 
 
-def _vector_dtype(format: Format) -> DType:
+def cut_part(
+    part: Part, tensor: Tensor, format: Format, num_slices: int, wanted: Sequence[int], *, name: str
+) -> Iterator[Weight]:
+    """What some slices of an expert have of one of its parts: rows of gate and up, columns of down.
+
+    Columns of an integer format are rounded with their row, which may have one scale.
+
+    Raises: CheckpointError as `pack_panels`.
+    """
+    size = tensor.shape[1 if part == "down" else 0] // num_slices
+    runs = [range(size * idx, size * (idx + 1)) for idx in wanted]
+    if part != "down":
+        yield from (tensor[run.start : run.stop] for run in runs)
+    elif format not in QUANTISED:
+        yield from (tensor[:, run.start : run.stop] for run in runs)
+    else:
+        whole = pack_panels(tensor, format, name=name)
+        yield from (slice_columns(whole, run) for run in runs)
+
+
+def vector_dtype(format: Format) -> DType:
     """Of biases: beside integer weights they stay float32, which holds those of every checkpoint."""
     return "float32" if format in QUANTISED else cast(DType, format)
 
@@ -177,7 +215,7 @@ def _vector_dtype(format: Format) -> DType:
 def _part_bytes(format: Format, shape: tuple[int, ...]) -> int:
     if len(shape) == 2 and format in QUANTISED:
         return QUANTISED[format].matrix_bytes(*shape)
-    return math.prod(shape) * DTYPE_BYTES[_vector_dtype(format)]
+    return math.prod(shape) * DTYPE_BYTES[vector_dtype(format)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

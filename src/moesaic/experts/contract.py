@@ -107,7 +107,10 @@ class ExpertSide(Protocol):
         ...
 
     def reply(self, batch: ExpertBatch, out_JD: Tensor) -> None:
-        """Send results back: unweighted, in the seam dtype, also when J is 0. Frees the batch."""
+        """Send results back: unweighted, also when J is 0. Frees the batch.
+
+        In the seam dtype, of slices of experts the roots of their sums in float32.
+        """
         ...
 
 
@@ -115,7 +118,7 @@ class ExpertFfn(Protocol):
     """Computes every job of a batch."""
 
     def __call__(self, batch: ExpertBatch) -> Steps[Tensor]:
-        """out_JD [J, D] in the seam dtype, one row per job, unweighted."""
+        """out_JD [J, D] as `ExpertSide.reply` takes it, one row per job."""
         ...
 
 

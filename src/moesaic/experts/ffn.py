@@ -12,6 +12,7 @@ from moesaic.experts.contract import ExpertBatch, ExpertFfn, ExpertStore
 from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.ops import Ops
 from moesaic.spec.model import MoeSpec
+from moesaic.spec.tensor_split import check_slices
 from moesaic.steps import Steps
 
 # guess: experts with few jobs share one gather and one activation up to so many rows; a decode step visits
@@ -26,16 +27,23 @@ class LoopFfn(ExpertFfn):
     expert's jobs stand together, so its rows are gathered when its turn comes and dropped when it ends.
     """
 
-    def __init__(self, spec: MoeSpec, store: ExpertStore, ops: Ops) -> None:
+    def __init__(self, spec: MoeSpec, store: ExpertStore, ops: Ops, *, num_slices: int = 1) -> None:
+        """`num_slices`: parts that experts are cut into, of which the store has some; results are theirs.
+
+        Raises: ConfigError as `check_slices`.
+        """
+        check_slices(ops.numerics.matmul_shards, num_slices)
         self._spec = spec
         self._store = store
         self._ops = ops
+        self._num_slices = num_slices
         self._seam = torch_dtype(ops.numerics.seam_dtype)
 
     def __call__(self, batch: ExpertBatch) -> Steps[Tensor]:
-        """out_JD [J, D] in the seam dtype, one row per job, unweighted."""
+        """out_JD [J, D], one row per job, unweighted: in the seam dtype, of slices their roots in float32."""
         x_RD = batch.x_RD.unpack(self._seam)
-        out_JD = x_RD.new_empty((batch.row_J.shape[0], self._spec.row_width))
+        dtype = self._seam if self._num_slices == 1 else torch.float32
+        out_JD = x_RD.new_empty((batch.row_J.shape[0], self._spec.row_width), dtype=dtype)
         starts = batch.offsets_L1.tolist()
         for wave in self._store.waves(batch.tag.layer_idx, batch.offsets_L1):
             # No turn is given away without need: turns decide the order in which ranks send.
@@ -60,11 +68,11 @@ class LoopFfn(ExpertFfn):
             for x, of in zip(x_TD.split(sizes), weights, strict=True)
         ]
         inner_TF = inners[0] if len(inners) == 1 else torch.cat(inners)
-        hidden_TF = self._hidden(inner_TF)
-        return [
-            ops.linear_inner(hidden, of.down_DF, of.down_bias_D)
-            for hidden, of in zip(hidden_TF.split(sizes), weights, strict=True)
-        ]
+        pairs = zip(self._hidden(inner_TF).split(sizes), weights, strict=True)
+        if self._num_slices > 1:
+            num_leaves = ops.numerics.matmul_shards // self._num_slices
+            return [ops.inner_root(hidden, of.down_DF, num_leaves) for hidden, of in pairs]
+        return [ops.linear_inner(hidden, of.down_DF, of.down_bias_D) for hidden, of in pairs]
 
     def _hidden(self, inner_TF: Tensor) -> Tensor:
         """[T, F] of the first matmul's columns: gate and up, or up alone."""

@@ -1,8 +1,8 @@
 """Where experts live: arenas that a loader fills while it reads, and the store that hands out their weights.
 
 One arena per layer holds the blobs of this rank's experts back to back, on several NUMA nodes in a run for
-each; a slot is a pointer to a blob, so that a second slot for an expert costs nothing. Knows nothing of
-checkpoints, key names or other ranks.
+each; a slot is a pointer to a blob, so that a second slot for an expert costs nothing. Where a plan cuts
+experts, blobs are of slices, numbered as `ExpertPlan.part_ids` does. Knows nothing of checkpoints or keys.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import CheckpointError, ConfigError, HostMemoryShort
-from moesaic.experts.blob import BlobLayout, ExpertBlob, ExpertWeights, Part
+from moesaic.experts.blob import BlobLayout, ExpertBlob, ExpertWeights, Part, cut_part, vector_dtype
 from moesaic.experts.contract import ExpertStore, Wave
+from moesaic.kernels.formats import torch_dtype
+from moesaic.kernels.panel import Weight
 from moesaic.kernels.weight_memory import WeightMemory, in_huge_pages
 from moesaic.spec.experts import ExpertKey, ExpertPlan, contiguous_plan
 from moesaic.spec.model import MoeSpec
@@ -38,7 +40,7 @@ class Arena:
     Shapes:  data [bytes] uint8; every blob starts at a multiple of 64 bytes.
     """
 
-    layouts: Mapping[int, BlobLayout]  # by logical id, in the order of the blobs
+    layouts: Mapping[int, BlobLayout]  # by id, in the order of the blobs
     starts: Mapping[int, int]
     data: Tensor
 
@@ -48,14 +50,15 @@ class Arena:
         spec: MoeSpec,
         formats: FormatMap,
         layer_idx: int,
-        logical_ids: Sequence[int],
+        part_ids: Sequence[int],
         memory: WeightMemory,
+        num_slices: int = 1,
     ) -> Arena:
         """Room for the experts of one layer. The pages are committed as they are written.
 
         Raises: HostMemoryShort when the machine refuses.
         """
-        layouts = {i: _layout(spec, formats.of_expert(layer_idx, i)) for i in logical_ids}
+        layouts = _layouts(layer_idx, spec, formats, part_ids, num_slices)
         starts, runs = _lay_out(layouts, memory.num_runs)
         end = runs[-1].stop
         try:
@@ -67,14 +70,14 @@ class Arena:
             ) from error
         arena = cls(layouts=layouts, starts=starts, data=data)
         if not memory.is_filled:
-            for logical_id, layout in layouts.items():
-                layout.clear_gaps(arena.blob(logical_id))
+            for part_id, layout in layouts.items():
+                layout.clear_gaps(arena.blob(part_id))
         return arena
 
-    def blob(self, logical_id: int) -> Tensor:
-        """The bytes of one expert, without a copy."""
-        start = self.starts[logical_id]
-        return self.data[start : start + self.layouts[logical_id].num_bytes]
+    def blob(self, part_id: int) -> Tensor:
+        """The bytes of one expert, or of one slice, without a copy."""
+        start = self.starts[part_id]
+        return self.data[start : start + self.layouts[part_id].num_bytes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -82,7 +85,7 @@ class SlotTable:
     """What the slots of one layer on this rank hold, by slot. Never changed: another plan is another one."""
 
     weights: tuple[ExpertWeights, ...]
-    logical_ids: tuple[int, ...]
+    logical_ids: tuple[int, ...]  # of slices their own ids
 
 
 class ExpertLoader:
@@ -98,6 +101,7 @@ class ExpertLoader:
 
     Parts are gate (only where experts are gated), up and down, and with biases gate_bias [F], up_bias [F],
     down_bias [D]; D is MoeSpec.row_width, F is MoeSpec.expert_width. `shapes(layer_idx)` says it in numbers.
+    Of experts that the plan cuts whole tensors are put, too, and what is of this rank's slices is kept.
     """
 
     def __init__(
@@ -113,42 +117,57 @@ class ExpertLoader:
 
         In a memory that is filled already nothing is missing. None: memory of this process alone.
 
-        Raises: HostMemoryShort; ConfigError for a plan of another number of layers or with sliced experts,
-                and for a format that no kernel takes.
+        Raises: HostMemoryShort; ConfigError for a plan of another number of layers, for a format that no
+                kernel takes, and for slices that would cut its groups.
         """
         self._specs = dict(moe_layers)
         self._formats = formats
         self._plan = _plan_or_all(moe_layers, plan)
+        self._num_slices = self._plan.num_slices
         self._rank = rank
         held = held_experts(moe_layers, plan, rank)
         self._memory = memory = memory or WeightMemory()
         self._arenas = {
-            layer_idx: Arena.allocate(spec, formats, layer_idx, held[layer_idx], memory)
+            layer_idx: Arena.allocate(spec, formats, layer_idx, held[layer_idx], memory, self._num_slices)
             for layer_idx, spec in moe_layers
         }
-        self._missing = {
-            (layer_idx, logical_id, part)
+        self._missing: set[tuple[int, int, Part]] = {
+            (layer_idx, part_id, part)
             for layer_idx, arena in self._arenas.items()
-            for logical_id, layout in arena.layouts.items()
+            for part_id, layout in arena.layouts.items()
             for part in layout.places
             if not memory.is_filled
         }
+        self._down_biases = {
+            layer_idx: torch.empty((spec.num_experts, spec.row_width))
+            for layer_idx, spec in moe_layers
+            if spec.has_bias and self._num_slices > 1
+        }
+        for layer_idx, bias_ED in self._down_biases.items():
+            self._missing |= {(layer_idx, i * self._num_slices, "down_bias") for i in range(len(bias_ED))}
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all arenas."""
-        return sum(arena.data.numel() for arena in self._arenas.values())
+        """Bytes of all arenas, and of biases beside them."""
+        return _num_bytes(self._arenas, self._down_biases)
 
     def shapes(self, layer_idx: int) -> Mapping[Part, tuple[int, ...]]:
         """The parts of an expert of this layer, and their shapes."""
         layout = BlobLayout.of(self._spec(layer_idx), "float32")
         return MappingProxyType({part: place.shape for part, place in layout.places.items()})
 
-    def needs(self, layer_idx: int, logical_id: int) -> bool:
-        """Whether this rank holds the expert; a loader need not read the others."""
-        return (
-            self._spec(layer_idx).num_experts > logical_id and logical_id in self._arenas[layer_idx].layouts
-        )
+    def needs(self, layer_idx: int, logical_id: int, part: str | None = None) -> bool:
+        """Whether this rank holds any of an expert, or keeps the part of it; others need not be read."""
+        if self._spec(layer_idx).num_experts <= logical_id:
+            return False
+        return self.keeps_all(layer_idx, part) or bool(self._slices(layer_idx, logical_id))
+
+    def keeps_all(self, layer_idx: int, part: str | None) -> bool:
+        """Whether a part is kept of all experts, outside the arenas.
+
+        The sum of an expert's slices gets its bias where the token is.
+        """
+        return part == "down_bias" and layer_idx in self._down_biases
 
     def put(self, layer_idx: int, logical_id: int, part: Part, tensor: Tensor) -> None:
         """Round one part of one expert into its place; an expert that lives on another rank is skipped.
@@ -161,14 +180,41 @@ class ExpertLoader:
         name = f"layer {layer_idx}, expert {logical_id}, {part}"
         if not 0 <= logical_id < spec.num_experts:
             raise CheckpointError(f"{name}: the layer has experts 0 to {spec.num_experts - 1}")
+        if self._num_slices > 1:
+            self._put_slices(layer_idx, logical_id, part, tensor, name=name)
+        elif logical_id in self._arenas[layer_idx].layouts:
+            self._write(layer_idx, logical_id, part, tensor, name=name)
+
+    def _put_slices(self, layer_idx: int, logical_id: int, part: Part, tensor: Tensor, *, name: str) -> None:
+        pair, count = self._formats.of_expert(layer_idx, logical_id), self._num_slices
+        whole, first = _layout(self._spec(layer_idx), pair), logical_id * count
+        wanted = self._slices(layer_idx, logical_id)
+        whole.check(part, tensor, name=name)
+        if self.keeps_all(layer_idx, part):
+            self._check_first(layer_idx, first, part, name=name)
+            self._down_biases[layer_idx][logical_id] = tensor.to(torch_dtype(vector_dtype(pair.weight)))
+            self._missing.discard((layer_idx, first, part))
+        elif wanted:
+            pieces = cut_part(part, tensor, pair.weight, count, wanted, name=name)
+            for idx, piece in zip(wanted, pieces, strict=True):
+                self._write(layer_idx, first + idx, part, piece, name=name)
+
+    def _write(self, layer_idx: int, part_id: int, part: Part, tensor: Weight, *, name: str) -> None:
         arena = self._arenas[layer_idx]
-        if logical_id not in arena.layouts:
-            return
-        layout, key = arena.layouts[logical_id], (layer_idx, logical_id, part)
-        if part in layout.places and key not in self._missing:
+        layout = arena.layouts[part_id]
+        if part in layout.places:
+            self._check_first(layer_idx, part_id, part, name=name)
+        layout.write(arena.blob(part_id), part, tensor, name=name)
+        self._missing.discard((layer_idx, part_id, part))
+
+    def _check_first(self, layer_idx: int, part_id: int, part: Part, *, name: str) -> None:
+        if (layer_idx, part_id, part) not in self._missing:
             raise CheckpointError(f"{name}: filled a second time; two keys of the checkpoint map to it")
-        layout.write(arena.blob(logical_id), part, tensor, name=name)
-        self._missing.discard(key)
+
+    def _slices(self, layer_idx: int, logical_id: int) -> list[int]:
+        """Those of an expert that this rank holds."""
+        first, held = logical_id * self._num_slices, self._arenas[layer_idx].layouts
+        return [idx for idx in range(self._num_slices) if first + idx in held]
 
     def put_stack(self, layer_idx: int, part: Part, tensor_E: Tensor, first_id: int = 0) -> None:
         """`put` for a tensor [n, ...] that holds the part of experts first_id .. first_id + n.
@@ -184,14 +230,23 @@ class ExpertLoader:
         Raises: CheckpointError naming what was never filled.
         """
         if self._missing:
-            shown = [f"layer {at}, expert {i}, {part}" for at, i, part in sorted(self._missing)[:_SHOWN]]
+            shown = [
+                f"layer {at}, expert {i // self._num_slices}, {part}"
+                for at, i, part in sorted(self._missing)[:_SHOWN]
+            ]
             rest = len(self._missing) - len(shown)
             raise CheckpointError(
                 f"never filled: {'; '.join(shown)}{f' and {rest} more' if rest else ''}; "
                 "no key of the checkpoint maps there"
             )
         return ResidentStore(
-            self._arenas, self._plan, self._rank, self._specs, self._formats, self._memory.private()
+            self._arenas,
+            self._plan,
+            self._rank,
+            self._specs,
+            self._formats,
+            self._memory.private(),
+            self._down_biases,
         )
 
     def _spec(self, layer_idx: int) -> MoeSpec:
@@ -208,9 +263,9 @@ class Moves(Protocol):
     def layer(
         self, layer_idx: int, give: Callable[[int], Tensor], size: Callable[[int], int]
     ) -> Steps[Mapping[int, Tensor]]:
-        """The blobs that this rank was missing, by logical id; valid until the next layer.
+        """The blobs that this rank was missing, by id; valid until the next layer.
 
-        `give` has the bytes of an expert held here, `size` says how many an expert of this layer has.
+        `give` has the bytes of an expert, or slice, held here, `size` says how many one of this layer has.
         """
         ...
 
@@ -226,8 +281,14 @@ class ResidentStore(ExpertStore):
         specs: Mapping[int, MoeSpec],
         formats: FormatMap,
         memory: WeightMemory,
+        down_biases: Mapping[int, Tensor],
     ) -> None:
-        """`memory` is for the arenas that `adopt` makes anew."""
+        """`memory` is for the arenas that `adopt` makes anew.
+
+        Shapes:  down_biases by layer [E, D] float32: of cut experts, whose slices have none.
+        """
+        self.num_slices = plan.num_slices
+        self.down_biases = down_biases
         self._memory = memory
         self._arenas = dict(arenas)
         self._rank = rank
@@ -239,8 +300,8 @@ class ResidentStore(ExpertStore):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all arenas."""
-        return sum(arena.data.numel() for arena in self._arenas.values())
+        """Bytes of all arenas, and of biases beside them."""
+        return _num_bytes(self._arenas, self.down_biases)
 
     def adopt(self, plan: ExpertPlan, moves: Moves | None = None) -> Steps[None]:
         """Point the slots at the plan's experts, a layer after the other.
@@ -248,8 +309,14 @@ class ResidentStore(ExpertStore):
         With `moves` experts come from other ranks and go there, and what the plan has elsewhere is freed: a
         layer's memory is there twice until the new one is filled. Without, nothing is copied or freed.
 
-        Raises: ConfigError naming the experts of the plan that this rank does not hold and nobody moves.
+        Raises: ConfigError naming the experts of the plan that this rank does not hold and nobody moves, and
+                for a plan that cuts experts otherwise.
         """
+        if plan.num_slices != self.num_slices:
+            raise ConfigError(
+                f"expert plan version {plan.version} cuts experts into {plan.num_slices} slices, and those "
+                f"in memory are in {self.num_slices}; start with that plan"
+            )
         slots = self._slots(plan)
         if moves is None:
             self._check_held(plan, slots)
@@ -264,7 +331,7 @@ class ResidentStore(ExpertStore):
         yield from ()
 
     def held(self, layer_idx: int) -> tuple[int, ...]:
-        """The logical experts of a layer that are in memory here."""
+        """The experts of a layer, or the slices of such, that are in memory here."""
         return tuple(self._arenas[layer_idx].layouts)
 
     def table(self, layer_idx: int) -> SlotTable:
@@ -286,25 +353,25 @@ class ResidentStore(ExpertStore):
 
         Raises: ConfigError when this rank does not hold it.
         """
-        arena = self._arenas.get(key.layer_idx)
-        if arena is None or key.logical_id not in arena.layouts:
+        arena, part_id = self._arenas.get(key.layer_idx), key.part_id(self.num_slices)
+        if arena is None or part_id not in arena.layouts:
             raise ConfigError(f"rank {self._rank} holds no expert {key.logical_id} of layer {key.layer_idx}")
-        return ExpertBlob.of(key, arena.layouts[key.logical_id].format, arena.blob(key.logical_id))
+        return ExpertBlob.of(key, arena.layouts[part_id].format, arena.blob(part_id))
 
     def _refill(self, layer_idx: int, wanted: tuple[int, ...], moves: Moves) -> Steps[None]:
         """Exchange blobs with the other ranks, and hold the wanted ones and no other."""
-        old, spec = self._arenas[layer_idx], self._specs[layer_idx]
+        old, spec, count = self._arenas[layer_idx], self._specs[layer_idx], self.num_slices
 
-        def size(logical_id: int) -> int:
-            return _layout(spec, self._formats.of_expert(layer_idx, logical_id)).num_bytes
+        def size(part_id: int) -> int:
+            return _layout(spec, self._formats.of_expert(layer_idx, part_id // count), count).num_bytes
 
         arrived = yield from moves.layer(layer_idx, old.blob, size)
         if wanted == tuple(old.layouts):
             return
-        new = Arena.allocate(spec, self._formats, layer_idx, wanted, self._memory)
-        for logical_id in wanted:
-            blob = arrived[logical_id] if logical_id in arrived else old.blob(logical_id)
-            new.blob(logical_id).copy_(blob)
+        new = Arena.allocate(spec, self._formats, layer_idx, wanted, self._memory, count)
+        for part_id in wanted:
+            blob = arrived[part_id] if part_id in arrived else old.blob(part_id)
+            new.blob(part_id).copy_(blob)
         self._arenas[layer_idx], self._weights[layer_idx] = new, _weights(new)
 
     def _slots(self, plan: ExpertPlan) -> dict[int, list[int]]:
@@ -323,7 +390,7 @@ class ResidentStore(ExpertStore):
 
     def _table(self, layer_idx: int, ids: Sequence[int]) -> SlotTable:
         held = self._weights[layer_idx]
-        return SlotTable(weights=tuple(held[logical_id] for logical_id in ids), logical_ids=tuple(ids))
+        return SlotTable(weights=tuple(held[part_id] for part_id in ids), logical_ids=tuple(ids))
 
 
 def _weights(arena: Arena) -> dict[int, ExpertWeights]:
@@ -333,9 +400,9 @@ def _weights(arena: Arena) -> dict[int, ExpertWeights]:
 def held_experts(
     moe_layers: Sequence[tuple[int, MoeSpec]], plan: ExpertPlan | None, rank: int
 ) -> dict[int, tuple[int, ...]]:
-    """The logical experts that a rank holds, ascending, by layer; without a plan all.
+    """The experts that a rank holds, or slices of such, ascending, by layer; without a plan all.
 
-    Raises: ConfigError for a plan of another number of layers or with sliced experts.
+    Raises: ConfigError for a plan of another number of layers.
     """
     layer_idxs = tuple(layer_idx for layer_idx, _ in moe_layers)
     slots = _slots_of_rank(_plan_or_all(moe_layers, plan), rank, layer_idxs)
@@ -351,11 +418,12 @@ def arena_runs(
     formats: FormatMap,
     held: Mapping[int, Sequence[int]],
     num_runs: int,
+    num_slices: int = 1,
 ) -> list[list[int]]:
     """Bytes of each run of each layer's arena, in whole huge pages: what an allocation will take."""
     layers = []
     for layer_idx, spec in moe_layers:
-        layouts = {i: _layout(spec, formats.of_expert(layer_idx, i)) for i in held[layer_idx]}
+        layouts = _layouts(layer_idx, spec, formats, held[layer_idx], num_slices)
         layers.append([in_huge_pages(len(run)) for run in _lay_out(layouts, num_runs)[1]])
     return layers
 
@@ -378,29 +446,34 @@ def _lay_out(layouts: Mapping[int, BlobLayout], num_runs: int) -> tuple[dict[int
     return starts, runs
 
 
+def _layouts(
+    layer_idx: int, spec: MoeSpec, formats: FormatMap, part_ids: Sequence[int], num_slices: int
+) -> dict[int, BlobLayout]:
+    return {i: _layout(spec, formats.of_expert(layer_idx, i // num_slices), num_slices) for i in part_ids}
+
+
+def _num_bytes(arenas: Mapping[int, Arena], beside: Mapping[int, Tensor]) -> int:
+    return sum(arena.data.numel() for arena in arenas.values()) + sum(one.nbytes for one in beside.values())
+
+
 @lru_cache
-def _layout(spec: MoeSpec, pair: FormatPair) -> BlobLayout:
+def _layout(spec: MoeSpec, pair: FormatPair, num_slices: int = 1) -> BlobLayout:
     if pair != (known := FormatPair.of(pair.weight)):
         raise ConfigError(
             f"experts with {pair.weight} weights and {pair.activation} rows: no kernel multiplies these; "
             f"use {known.activation} rows"
         )
-    return BlobLayout.of(spec, pair.weight)
+    return BlobLayout.of(spec, pair.weight, num_slices)
 
 
 def _slots_of_rank(plan: ExpertPlan, rank: int, layer_idxs: tuple[int, ...]) -> dict[int, list[int]]:
-    """The logical expert of each slot of a rank, by layer."""
+    """The expert, or the slice, of each slot of a rank, by layer."""
     if len(plan.slot_expert) != len(layer_idxs):
         raise ConfigError(
             f"expert plan version {plan.version} has {len(plan.slot_expert)} layers, the model has "
             f"{len(layer_idxs)} with experts"
         )
-    if any(slices.any() for slices in plan.slot_slice):
-        raise ConfigError(
-            f"expert plan version {plan.version} slices experts, and this store holds whole ones; "
-            "use slice 0 only"
-        )
     return {
-        layer_idx: plan.slot_expert[at][np.flatnonzero(plan.slot_rank[at] == rank)].tolist()
-        for at, layer_idx in enumerate(layer_idxs)
+        layer_idx: ids[np.flatnonzero(ranks == rank)].tolist()
+        for layer_idx, ids, ranks in zip(layer_idxs, plan.part_ids, plan.slot_rank, strict=True)
     }

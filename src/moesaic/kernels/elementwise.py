@@ -42,6 +42,13 @@ def vectorised(function: Elementwise, x: Tensor) -> Tensor:
     return torch.cat(parts)[:numel].view(x.shape)
 
 
+def biased(y_TF: Tensor, bias_F: Tensor | None, seam: torch.dtype) -> Tensor:
+    """What a matmul gave, its bias added, in the seam dtype."""
+    if bias_F is not None:
+        y_TF = y_TF + bias_F
+    return y_TF if y_TF.dtype == seam else y_TF.to(seam)
+
+
 def exp(x: Tensor) -> Tensor:
     """e to the x, float32."""
     return vectorised(torch.exp, x)

@@ -282,6 +282,4 @@ class ReferenceOps:
         return num_shards
 
     def _biased(self, y_TF: Tensor, bias_F: Tensor | None) -> Tensor:
-        if bias_F is not None:
-            y_TF = y_TF + bias_F
-        return y_TF if y_TF.dtype == self._seam else y_TF.to(self._seam)
+        return elementwise.biased(y_TF, bias_F, self._seam)

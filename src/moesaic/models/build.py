@@ -49,6 +49,7 @@ from moesaic.models.weights import (
     read_rest,
     rest_bytes_of,
     router_shapes,
+    slice_shapes,
     split_shapes,
     weight_bytes_of,
     widened_bytes_of,
@@ -76,7 +77,7 @@ from moesaic.spec.model import (
 )
 from moesaic.spec.numerics import DType, Format, KvFormat, Numerics, WireFormat
 from moesaic.spec.numerics import preset as numerics_of
-from moesaic.spec.tensor_split import TensorSplit, check_leaves
+from moesaic.spec.tensor_split import TensorSplit, check_leaves, check_slices
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside latent attention, whatever the model's own is.
@@ -91,13 +92,13 @@ class Dispatcher(TokenSide, ExpertSide, Follower, Protocol):
 class Share:
     """What one rank of several holds, and how it reaches the others; `traffic` counts its dispatcher's bytes.
 
-    `dispatcher` is made when the model's spec and numerics are known. Over `moves` experts travel when the
-    plan changes; None: it never does.
+    `dispatcher` is made when the model's spec, its numerics and `ResidentStore.down_biases` are known. Over
+    `moves` experts travel when the plan changes; None: it never does.
     """
 
     rank: int
     plan: ExpertPlan
-    dispatcher: Callable[[ModelSpec, Numerics], Dispatcher | FusedRanks]
+    dispatcher: Callable[[ModelSpec, Numerics, Mapping[int, Tensor]], Dispatcher | FusedRanks]
     moves: Transport | None = None
     traffic: Traffic | None = None
     tensor: TensorShare | None = None  # None: all matrices but the experts are whole here
@@ -233,17 +234,18 @@ def build(
     plan = contiguous_plan(tuple(moe.num_experts for _, moe in spec.moe_layers), 1)
     if share is not None:
         plan = share.plan
-    rank = 0 if share is None else share.rank
+    rank, num_slices = 0 if share is None else share.rank, plan.num_slices
     check_leaves(spec, numerics)
+    check_slices(numerics.matmul_shards, num_slices)
     tensor = None if share is None else share.tensor
     local_spec = spec if tensor is None else tensor.split.model(spec)
     if tensor is not None:
         accounting = accounting.split(spec, tensor.split)
     held = held_experts(spec.moe_layers, plan, rank)
     home = home or Home()
-    rooms = _rooms(home, checkpoint, spec, numerics, accounting, held, tensor)
+    rooms = _rooms(home, checkpoint, spec, numerics, accounting, held, tensor, num_slices)
     parts = 1 if tensor is None else tensor.split.size
-    need = weight_bytes_of(accounting, numerics, held)
+    weight_bytes = need = weight_bytes_of(accounting, numerics, held, num_slices)
     if home.shared_in is not None:
         missing = rooms.missing_bytes()
         need = missing["experts"] + missing["rest"] // max(1, home.num_ranks // parts)
@@ -260,6 +262,7 @@ def build(
     )
     if tensor is not None:
         ops.prove_split(split_shapes(accounting, numerics), items=_head_maps(spec))
+    ops.prove_split(slice_shapes(spec, numerics, num_slices))
     reading, store = Reading(checkpoint, accounting, progress), None
     if spec.moe_layers:
         memory = rooms.open("experts", progress)
@@ -270,7 +273,7 @@ def build(
     if share is None:
         dispatcher: Dispatcher | FusedRanks = Local(spec.moe_layers, numerics)
     else:
-        dispatcher = share.dispatcher(spec, numerics)
+        dispatcher = share.dispatcher(spec, numerics, {} if store is None else store.down_biases)
     placed, meter = None, Meter()
     if weights.store is not None:
         layer_idxs = [layer_idx for layer_idx, _ in spec.moe_layers]
@@ -285,7 +288,7 @@ def build(
         placed=placed,
         meter=meter,
         traffic=None if share is None else share.traffic,
-        weight_bytes=weight_bytes_of(accounting, numerics, held),
+        weight_bytes=weight_bytes,
         accounting=accounting,
         notes=tuple(note for note in done if note is not None),
         lacks=rooms.lacks(),
@@ -303,12 +306,13 @@ def _rooms(
     accounting: Accounting,
     held: Held,
     tensor: TensorShare | None,
+    num_slices: int,
 ) -> Rooms:
     num_runs, split = max(1, len(home.nodes)), None if tensor is None else tensor.split
     return Rooms(
         home,
-        identity(checkpoint, spec, numerics, num_runs, held, split),
-        arena_runs(spec.moe_layers, numerics.formats, held, num_runs),
+        identity(checkpoint, spec, numerics, num_runs, held, split, num_slices),
+        arena_runs(spec.moe_layers, numerics.formats, held, num_runs, num_slices),
         rest_bytes_of(accounting, numerics),
     )
 
@@ -529,7 +533,7 @@ class _Parts:
         if isinstance(self.dispatcher, FusedRanks):
             routed: RoutedExperts = self.dispatcher.layer(layer_idx, ffn, store, self.ops, self.meter)
         else:
-            loop = LoopFfn(ffn, store, self.ops)
+            loop = LoopFfn(ffn, store, self.ops, num_slices=store.num_slices)
             routed = Staged(tokens=self.dispatcher, experts=self.dispatcher, ffn=loop, meter=self.meter)
         if self.tensor is None or not self.tensor.has_own_rows:
             return routed

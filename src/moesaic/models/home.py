@@ -53,6 +53,7 @@ def identity(
     num_nodes: int,
     held: Mapping[int, Any],
     split: TensorSplit | None = None,
+    num_slices: int = 1,
 ) -> dict[Half, str]:
     """Names of both halves of a model in memory: equal ones hold equal bytes at equal places.
 
@@ -64,7 +65,7 @@ def identity(
     written = [[name, one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns] for name, one in stats]
     packing = [__version__, PACKING]
     model = digest([packing, written, checkpoint.header_digest(), spec, numerics.digest(), num_nodes, split])
-    return {"experts": f"{model}-{digest([held])[:16]}", "rest": model}
+    return {"experts": f"{model}-{digest([held, num_slices])[:16]}", "rest": model}
 
 
 class Rooms:

@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]
 
 
 Held = Mapping[int, Sequence[int]]
-"""The logical experts that are kept in memory here, by layer."""
+"""The experts that are kept in memory here, or the slices of such, by layer."""
 
 
 def check_memory(
@@ -69,12 +69,14 @@ def _read_bytes(checkpoint: Checkpoint, filling: Filling) -> int:
     return (num_bytes + decoded) // filling.shape[0]
 
 
-def weight_bytes_of(accounting: Accounting, numerics: Numerics, held: Held) -> int:
-    """Bytes of the weights in memory."""
+def weight_bytes_of(accounting: Accounting, numerics: Numerics, held: Held, num_slices: int = 1) -> int:
+    """Bytes of the weights in memory; `num_slices` are those of an expert."""
     tied, head_bytes = _tied_head(accounting, numerics), 0
     if tied is not None:
         head_bytes = QUANTISED[numerics.formats.default.weight].matrix_bytes(*tied.shape)
-    return head_bytes + sum(_kept_bytes(filling, numerics, held) for filling in accounting.fillings)
+    return head_bytes + sum(
+        _kept_bytes(filling, numerics, held, num_slices) for filling in accounting.fillings
+    )
 
 
 def _tied_head(accounting: Accounting, numerics: Numerics) -> Filling | None:
@@ -121,17 +123,25 @@ def decoding_note(checkpoint: Checkpoint, accounting: Accounting, numerics: Nume
     )
 
 
-def _kept_bytes(filling: Filling, numerics: Numerics, held: Held) -> int:
+def _kept_bytes(filling: Filling, numerics: Numerics, held: Held, num_slices: int = 1) -> int:
     """Bytes of a parameter in memory."""
     if filling.half != "experts":
-        return _bytes_in(filling, filling.kept_shape, _kept(filling, numerics))
+        kept = "float32" if _is_widened(filling) else _placed(filling, numerics)
+        return _bytes_in(filling, filling.kept_shape, kept)
     assert filling.layer_idx is not None, "experts belong to a layer"
+    if num_slices > 1 and filling.name == "down_bias":
+        return filling.num_elements * DTYPE_BYTES["float32"]  # of all experts, beside the slices
+    shape = filling.shape[1:] if filling.expert_id is None else filling.shape
+    if filling.name == "down":
+        shape = (shape[0], shape[1] // num_slices)
+    else:
+        shape = (shape[0] // num_slices, *shape[1:])
     ids = held[filling.layer_idx]
-    if filling.expert_id is not None:
-        is_held = filling.expert_id in ids
-        return _bytes_in(filling, filling.shape, _kept(filling, numerics)) if is_held else 0
-    formats = [numerics.formats.of_expert(filling.layer_idx, i).weight for i in ids]
-    return sum(_bytes_in(filling, filling.shape[1:], format) for format in formats)
+    if (expert_id := filling.expert_id) is not None:
+        first = expert_id * num_slices
+        ids = [i for i in range(first, first + num_slices) if i in ids]
+    formats = [numerics.formats.of_expert(filling.layer_idx, i // num_slices).weight for i in ids]
+    return sum(_bytes_in(filling, shape, format) for format in formats)
 
 
 def _bytes_in(filling: Filling, shape: tuple[int, ...], format: Format) -> int:
@@ -141,15 +151,6 @@ def _bytes_in(filling: Filling, shape: tuple[int, ...], format: Format) -> int:
         return prod(shape) * DTYPE_BYTES["float32"]  # a bias beside the integers
     halves = 2 if filling.name.startswith("gate_up") else 1  # each padded by itself
     return halves * QUANTISED[format].matrix_bytes(shape[0] // halves, shape[1])
-
-
-def _kept(filling: Filling, numerics: Numerics) -> Format:
-    """The format a tensor ends in."""
-    if filling.half == "experts":
-        assert filling.layer_idx is not None, "experts belong to a layer"
-        assert filling.expert_id is not None, "of all experts at once each has a format of its own"
-        return numerics.formats.of_expert(filling.layer_idx, filling.expert_id).weight
-    return "float32" if _is_widened(filling) else _placed(filling, numerics)
 
 
 def _placed(filling: Filling, numerics: Numerics) -> Format:
@@ -201,6 +202,14 @@ def matmul_shapes(accounting: Accounting, numerics: Numerics) -> tuple[tuple[int
         is_half = is_expert and filling.name in ("gate", "up")
         found[2 * rows if is_half else rows, width] = None
     return tuple(found)
+
+
+def slice_shapes(spec: ModelSpec, numerics: Numerics, num_slices: int) -> tuple[tuple[int, int, int], ...]:
+    """(rows of the whole, rows of a slice, width) of the floats of experts that are cut."""
+    if num_slices == 1 or numerics.formats.default.weight in QUANTISED:
+        return ()
+    inners = [((2 if moe.is_gated else 1) * moe.expert_width, moe.row_width) for _, moe in spec.moe_layers]
+    return tuple({(rows, rows // num_slices, width): None for rows, width in inners})
 
 
 def split_shapes(accounting: Accounting, numerics: Numerics) -> tuple[tuple[int, int, int], ...]:
@@ -265,7 +274,8 @@ def read_experts(
     """Stream the experts of the sparse layers in; what `experts` does not need is not read."""
     fillings = [filling for filling in accounting.fillings if filling.half == "experts"]
     for filling in reading.into(memory, fillings):
-        if not memory.is_filled:
+        assert filling.layer_idx is not None, "experts belong to a layer"
+        if not memory.is_filled or experts.keeps_all(filling.layer_idx, filling.name):
             _read_experts(reading.checkpoint, filling, experts)
     return experts.finish()
 
@@ -336,14 +346,14 @@ def _read_experts(checkpoint: Checkpoint, filling: Filling, experts: ExpertLoade
     layer_idx = filling.layer_idx
     assert layer_idx is not None, "experts belong to a layer"
     if filling.expert_id is not None:
-        if not experts.needs(layer_idx, filling.expert_id):
+        if not experts.needs(layer_idx, filling.expert_id, filling.name):
             return
         tensor = checkpoint.read(filling.key, shape=filling.shape)
         experts.put(layer_idx, filling.expert_id, cast(Part, filling.name), tensor)
         return
     assert filling.stacked is not None, "a tensor that is not of one expert holds all of a layer"
     for expert_id in range(filling.shape[0]):
-        if not experts.needs(layer_idx, expert_id):
+        if not experts.needs(layer_idx, expert_id, filling.name):
             continue
         tensor = _read_stacked(checkpoint, filling, expert_id)
         if not filling.name.startswith("gate_up"):

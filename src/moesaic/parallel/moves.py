@@ -75,7 +75,8 @@ class Placed:
 class PeerMoves(Moves):
     """Blobs from rank to rank, one exchange for each layer in which any moves.
 
-    An expert that is on several ranks comes from the one that follows from the number of who needs it.
+    An expert, or slice, that is on several ranks comes from the one that follows from the number of who needs
+    it.
     """
 
     def __init__(
@@ -86,17 +87,19 @@ class PeerMoves(Moves):
         self._ids: dict[
             int, dict[tuple[int, int], list[int]]
         ] = {}  # by layer and (source, target): ascending
+        part_ids, num_slices = before.part_ids, before.num_slices
         for at, (layer_idx, keys) in enumerate(zip(layer_idxs, fetched(before, after), strict=True)):
             pairs = self._ids[layer_idx] = {}
             for target, key in sorted(keys):
-                holders = np.unique(before.slot_rank[at][before.slot_expert[at] == key.logical_id])
+                part_id = key.part_id(num_slices)
+                holders = np.unique(before.slot_rank[at][part_ids[at] == part_id])
                 source = int(holders[target % len(holders)])
-                pairs.setdefault((source, target), []).append(key.logical_id)
+                pairs.setdefault((source, target), []).append(part_id)
 
     def layer(
         self, layer_idx: int, give: Callable[[int], Tensor], size: Callable[[int], int]
     ) -> Steps[Mapping[int, Tensor]]:
-        """The blobs that this rank was missing, by logical id."""
+        """The blobs that this rank was missing, by id."""
         pairs, me = self._ids[layer_idx], self._transport.rank
         if not pairs:
             return {}

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moesaic.kernels.elementwise import biased
+
 # Elements of one float32 working tile: 2 MiB, which a core's share of the last-level cache holds.
 # guess: 1 to 4 MiB were within noise of each other; a combine without tiles was several times slower.
 _TILE_ELEMENTS = 1 << 19
@@ -68,6 +70,27 @@ def combine_choices(
         leaf_ND = weigh(picked_ND, None if weights_TK is None else weights_TK[rows].reshape(-1), partial)
         y_TD[rows] = tree_sum(leaf_ND.view(-1, num_choices, width).unbind(1))
     return y_TD
+
+
+def join_slices(
+    root_JD: Tensor, job_NU: Tensor, bias_ED: Tensor | None, expert_N: Tensor, *, seam: torch.dtype
+) -> Tensor:
+    """out_ND: what whole experts would have said, from the roots that their slices have of the sum of down.
+
+    The tree over the slices is the top of the tree over all leaves; it is rounded once, and the bias added.
+
+    Shapes:  root_JD [J, D] float32; job_NU [N, U] int64, the row of root_JD of each slice of a choice;
+             bias_ED [E, D] float32; expert_N [N] int64; returns [N, D] in the seam dtype.
+    """
+    (num_choices, num_slices), width = job_NU.shape, root_JD.shape[-1]
+    out_ND = root_JD.new_empty((num_choices, width), dtype=seam)
+    tile = max(1, _TILE_ELEMENTS // (num_slices * width))
+    for first in range(0, num_choices, tile):
+        rows = slice(first, first + tile)
+        root_NUD = root_JD.index_select(0, job_NU[rows].reshape(-1)).view(-1, num_slices, width)
+        bias_ND = None if bias_ED is None else bias_ED.index_select(0, expert_N[rows])
+        out_ND[rows] = biased(tree_sum(root_NUD.unbind(1)).to(seam), bias_ND, seam)
+    return out_ND
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -114,14 +114,18 @@ class Layout:
         """Whether experts have ranks of their own."""
         return not set(self.attention.ranks) & set(self.experts.ranks)
 
-    def cell(self, *, has_expert_tiers: bool = False, is_native: bool = True) -> LayoutCell:
-        """The cell of the table of combinations that this layout is in."""
+    def cell(
+        self, *, has_expert_tiers: bool = False, has_slices: bool = False, is_native: bool = True
+    ) -> LayoutCell:
+        """The cell of the table of combinations that this layout is in; the plan has slices or none."""
         return LayoutCell(
             dispatcher=self.dispatcher,
             is_fused=self.is_fused,
             num_micro_batches=self.num_micro_batches,
             num_chunks=self.num_chunks,
             has_expert_tiers=has_expert_tiers,
+            has_slices=has_slices,
+            returns=self.returns,
             is_native=is_native,
         )
 
@@ -420,12 +424,13 @@ def _numerics_reasons(numerics: Numerics) -> list[Reason]:
 
 def _instance_reasons(path: str, instance: Instance, *, is_native: bool) -> list[Reason]:
     layout, tiers = instance.layout, instance.tiers
-    cell = layout.cell(has_expert_tiers=bool(tiers.experts), is_native=is_native)
+    num_slices = instance.plan.num_slices
+    cell = layout.cell(has_expert_tiers=bool(tiers.experts), has_slices=num_slices > 1, is_native=is_native)
     phases = ", ".join(sorted(instance.phases))
     checks: tuple[tuple[bool, str, object, str], ...] = (
         (instance.count > 1, "count", instance.count, "several instances need the router in front"),
         (len(instance.phases) < 2, "phases", phases, "an instance of one phase needs KV transfer"),
-        *_grid_checks(layout),
+        *_grid_checks(layout, num_slices),
         (layout.pipeline > 1, "layout.pipeline", layout.pipeline, "pipelines are planned, not run"),
         (bool(tiers.kv), "tiers.kv", len(tiers.kv), "all KV blocks are resident"),
         (
@@ -434,7 +439,6 @@ def _instance_reasons(path: str, instance: Instance, *, is_native: bool) -> list
             "copies",
             "one rank keeps one copy of an expert",
         ),
-        (_has_slices(instance.plan), "plan.slot_slice", "slices", "only whole experts are run"),
     )
     return [
         *(_refused(path, instance, refusal) for refusal in refusals(cell)),
@@ -442,13 +446,15 @@ def _instance_reasons(path: str, instance: Instance, *, is_native: bool) -> list
     ]
 
 
-def _grid_checks(layout: Layout) -> Iterator[tuple[bool, str, object, str]]:
-    """(is wrong, path, value, why) of the ranks, 0 to n - 1: attention dp x tp and experts ep run."""
+def _grid_checks(layout: Layout, num_slices: int) -> Iterator[tuple[bool, str, object, str]]:
+    """(is wrong, path, value, why) of the ranks, 0 to n - 1: attention dp x tp and experts ep x tp run."""
     own, theirs, count = layout.attention, layout.experts, layout.num_ranks
     has_other_rows = layout.dispatcher == "gathered" and own.size("tp") != count
     yield has_other_rows, "layout.dispatcher", "gathered", GATHERED_RULE
     yield own.size("kvp") > 1, "layout.attention.kvp", own.size("kvp"), "KV is not split over ranks"
-    yield theirs.size("tp") > 1, "layout.experts.tp", theirs.size("tp"), "only whole experts are run"
+    cut = theirs.size("tp")
+    why = f"the plan has {num_slices} slices of an expert"
+    yield cut not in (1, num_slices), "layout.experts.tp", cut, why
     if not layout.is_split:  # which the dispatcher's refusal names
         for name, grid in (("attention", own), ("experts", theirs)):
             is_other = grid.ranks != tuple(range(count))
@@ -462,6 +468,8 @@ def _refused(path: str, instance: Instance, refusal: Refusal) -> Reason:
     """A refusal of the table of combinations, at its place in the file."""
     if refusal.field == "has_expert_tiers":
         return _reason(f"{path}.tiers.experts", len(instance.tiers.experts), refusal.reason)
+    if refusal.field == "has_slices":
+        return _reason(f"{path}.plan.slot_slice", instance.plan.num_slices, refusal.reason)
     value = getattr(instance.layout, refusal.field)
     return _reason(f"{path}.layout.{refusal.field}", value, refusal.reason)
 
@@ -469,7 +477,3 @@ def _refused(path: str, instance: Instance, refusal: Refusal) -> Reason:
 def _has_copies(plan: ExpertPlan) -> bool:
     pairs = zip(plan.slot_expert, plan.slot_slice, strict=True)
     return any(len(set(zip(ids.tolist(), parts.tolist(), strict=True))) < len(ids) for ids, parts in pairs)
-
-
-def _has_slices(plan: ExpertPlan) -> bool:
-    return any(bool((parts > 0).any()) for parts in plan.slot_slice)

@@ -188,6 +188,26 @@ def check_leaves(spec: ModelSpec, numerics: Numerics) -> None:
                 raise ConfigError(f"layer {layer_idx}, {name}: {error}") from error
 
 
+def check_slices(matmul_shards: int, num_slices: int) -> None:
+    """Whether experts can be cut into so many slices: each has to have as many whole leaves as another.
+
+    Raises: ConfigError with the arithmetic and the numbers that can.
+    """
+    if matmul_shards % num_slices == 0:
+        return
+    legal = ", ".join(str(1 << level) for level in range(matmul_shards.bit_length()))
+    others = (
+        f"; ask for --matmul-shards {num_slices}, also where bits are compared with one rank's"
+        if num_slices & (num_slices - 1) == 0
+        else ""
+    )
+    raise ConfigError(
+        f"{num_slices} slices of an expert: matmul_shards / slices = {matmul_shards} / {num_slices} = "
+        f"{matmul_shards / num_slices:g} leaves of its sum are not a whole number; with matmul_shards "
+        f"{matmul_shards} experts can be cut into {legal}{others}"
+    )
+
+
 def _inner_widths(layer: LayerSpec) -> Iterator[tuple[str, int]]:
     mixer, ffn = layer.mixer, layer.ffn
     if isinstance(mixer, GqaSpec):

@@ -17,6 +17,7 @@ from moesaic.cost.exchange import (
     hidden_share,
     launch_seconds,
     payload_share,
+    returned_bytes,
 )
 from moesaic.cost.layouts import copies_per_token
 from moesaic.cost.profile import PAPER
@@ -30,6 +31,11 @@ V3 = read_config(preset("deepseek-v3").config, name="deepseek-v3").moe_layers[0]
 def test_copies_of_a_batch() -> None:
     assert copies_sent(128, 8, 64) == 1008
     assert copies_once(128, 8, 64, 256) == pytest.approx(967.145, rel=1e-5)
+    # Halves over twice the devices: as likely to have one, and the other half of each group is one more.
+    assert copies_once(128, 8, 128, 256, 2) == pytest.approx(967.145 * 127 / 63, rel=1e-5)
+    assert copies_sent(1, 2, 4, 2) == pytest.approx(3.0)
+    assert returned_bytes(1, 2, 4, 10, result_bytes=2) == pytest.approx(30.0)
+    assert returned_bytes(1, 2, 4, 10, result_bytes=2, num_slices=2) == pytest.approx(120.0)
     assert (copies_sent(1, 2, 4), copies_once(1, 2, 4, 8)) == pytest.approx((1.5, 1.3929), rel=1e-4)
     assert copies_sent(128, 8, 64) / 128 == pytest.approx(float(copies_per_token(V3, 64, PAPER)))
     for bits, megabytes, microseconds in ((8, 7.22534, 185.634), (16, 14.4507, 366.267)):

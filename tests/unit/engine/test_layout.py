@@ -17,6 +17,7 @@ from moesaic.engine.layout import (
     LayoutWish,
     Started,
     arrange,
+    check_split,
     data_parallel,
     describe_layout,
     settle,
@@ -145,6 +146,17 @@ def test_deployments_that_do_not_fit_are_refused(
         ({"dispatcher": "exchnge", "num_ranks": 2}, "dispatcher 'exchnge' is unknown; did you mean exchange"),
         ({"returns": "tree", "num_ranks": 2}, "returns 'tree' is unknown; .*subtrees"),
         ({"num_micro_batches": 0}, "num_micro_batches must be a whole number of at least 1, got 0"),
+        ({"expert_tp": 2}, "--expert-tp 2 is for several ranks, and there is one"),
+        (
+            {"num_ranks": 5, "expert_tp": 2},
+            r"5 mod 2 = 1; ask for --expert-tp 1, 5, or for --ranks 6",
+        ),
+        ({"num_ranks": 34, "expert_tp": 2}, "34 ranks for 16 experts a layer in 2 slices: .* at most 32"),
+        (
+            {"num_ranks": 2, "expert_tp": 2, "returns": "subtrees"},
+            "returns subtrees does not run with experts in 2 slices: .*one by one.*leave --returns out",
+        ),
+        ({"num_ranks": 2, "expert_tp": 2, "placement": "p.json"}, "says which slices of experts there are"),
         ({"deployment": "d.json", "num_ranks": 2, "returns": "choices"}, "--ranks, --returns say it again"),
         ({"deployment": "absent.json"}, r"deployment absent\.json: cannot be read .*moesaic plan -o"),
     ],
@@ -152,6 +164,35 @@ def test_deployments_that_do_not_fit_are_refused(
 def test_wishes_that_cannot_be_are_refused_with_a_way_out(wish: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         arrange(LayoutWish(**wish), SPEC)
+
+
+def test_slices_of_experts_over_groups_of_ranks(tmp_path: Path) -> None:
+    """As many ranks as there are slices, no fused layers, and the leaves that they need."""
+    found = arrange(LayoutWish(num_ranks=32, expert_tp=2), SPEC, is_native=True)
+    assert describe_layout(found.layout) == "attention dp 32, experts ep 16 tp 2, shared_memory"
+    assert found.plan is not None
+    assert found.num_slices == 2
+    assert np.array_equal(np.sort(found.plan.slot_rank[0]), np.arange(32))
+    with pytest.raises(ConfigError, match=r"1 / 2 = 0\.5 leaves .* into 1; ask for --matmul-shards 2"):
+        check_split(found.layout, SPEC, NUMERICS, 2)
+    check_split(found.layout, SPEC, NUMERICS.with_leaves(matmul_shards=2), 2)
+    with pytest.raises(ConfigError, match=r"4 / 3 = 1\.33333 leaves .* can be cut into 1, 2, 4$"):
+        check_split(found.layout, SPEC, NUMERICS.with_leaves(matmul_shards=4), 3)
+    fine = NUMERICS.with_leaves(matmul_shards=1 << 20)
+    with pytest.raises(ConfigError, match=r"matmul_shards = 1048576 does not divide"):
+        check_split(found.layout, SPEC, fine, 2)
+    plan = replace(found.plan, slot_rank=tuple(ranks % 2 for ranks in found.plan.slot_rank))
+    path = written(tmp_path / "plan.json", json.dumps(to_plain(plan)))
+    given = arrange(LayoutWish(num_ranks=2, placement=path), SPEC, is_native=True)
+    assert (given.num_slices, given.layout.is_fused) == (2, False)
+    lacking = replace(
+        plan, slot_slice=tuple(np.where(plan.slot_expert[0] == 3, 0, one) for one in plan.slot_slice)
+    )
+    path = written(tmp_path / "lacking.json", json.dumps(to_plain(lacking)))
+    with pytest.raises(
+        ConfigError, match=r"no slot for slices \[1 of expert 3\]; .* each of their 2 slices once"
+    ):
+        arrange(LayoutWish(num_ranks=2, placement=path), SPEC)
 
 
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from moesaic.errors import CheckpointError, ConfigError, HostMemoryShort
 from moesaic.experts.blob import BlobLayout, Part
 from moesaic.experts.store import ExpertLoader, ResidentStore, arena_runs
 from moesaic.kernels.huge_pages import HUGE_BYTES
+from moesaic.kernels.panel import pack_panels
 from moesaic.kernels.shared_bytes import SharedBytes
 from moesaic.kernels.weight_memory import SharedMemory, WeightMemory
 from moesaic.spec.experts import ExpertKey, ExpertPlan, contiguous_plan
@@ -267,10 +268,77 @@ def test_adopt_names_the_experts_it_lacks() -> None:
 def test_plans_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="version 0 has 1 layers, the model has 2 with experts"):
         ExpertLoader(LAYERS, FORMATS, plan=contiguous_plan((NUM_EXPERTS,), 1))
-    sliced = plan_of([0, 0], [0, 1])
-    sliced.slot_slice[0][1] = 1
-    with pytest.raises(ConfigError, match="version 7 slices experts"):
-        ExpertLoader(LAYERS, FORMATS, plan=sliced)
+    with pytest.raises(ConfigError, match="does not divide an inner width of 10"):
+        ExpertLoader(LAYERS, FORMATS, plan=contiguous_plan((NUM_EXPERTS,) * 2, 4, 4))
+    cut = FormatMap(default=FormatPair(weight="int4-g32", activation="int8-g32"))
+    with pytest.raises(ConfigError, match=r"10 / 2 = 5 is not a multiple of 32"):
+        ExpertLoader(LAYERS, cut, plan=contiguous_plan((NUM_EXPERTS,) * 2, 2, 2))
+
+
+def test_a_rank_keeps_its_slices_of_experts() -> None:
+    """Rows of gate and up, columns of down, and of all experts the bias that is added to the whole sum."""
+    plan, tensors, half = contiguous_plan((NUM_EXPERTS,) * 2, 4, 2), make_tensors(), INNER // 2
+    stores = [load(plan=plan, rank=rank) for rank in range(4)]
+    assert [store.held(1) for store in stores] == [(0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11)]
+    for rank, store in enumerate(stores):
+        first = half * (rank % 2)
+        for slot in range(3):
+            of = {part: tensors[4, 3 * (rank // 2) + slot, part] for part in ("gate", "up", "down")}
+            weights = one_slot(store, 4, slot, num_slots=3)
+            rows = slice(first, first + half)
+            assert torch.equal(weights.inner_FD, torch.cat((of["gate"][rows], of["up"][rows])))
+            assert torch.equal(weights.down_DF, of["down"][:, rows])
+            assert weights.inner_bias_F.shape == (2 * half,)
+            assert weights.down_bias_D is None
+        biases = torch.stack([tensors[4, i, "down_bias"] for i in range(NUM_EXPERTS)])
+        assert torch.equal(store.down_biases[4], biases)
+    blob_bytes = BlobLayout.of(SPEC, "float32", 2).num_bytes
+    assert stores[3].weight_bytes == 2 * (3 * blob_bytes + 4 * NUM_EXPERTS * WIDTH)
+    assert stores[1].blob(ExpertKey(1, 2, 1)).data.numel() == blob_bytes
+    with pytest.raises(ConfigError, match="rank 1 holds no expert 2 of layer 1"):
+        stores[1].blob(ExpertKey(1, 2, 0))
+    with pytest.raises(ConfigError, match="into 1 slices, and those in memory are in 2"):
+        drive([stores[0].adopt(contiguous_plan((NUM_EXPERTS,) * 2, 4))], timeout_s=1.0)
+
+
+def test_slices_that_are_filled_twice_or_never_are_named() -> None:
+    plan = contiguous_plan((NUM_EXPERTS,) * 2, 2, 2)
+    loader = ExpertLoader(LAYERS, FORMATS, plan=plan, rank=1)
+    assert loader.needs(1, 5, "up")
+    with pytest.raises(CheckpointError, match=r"layer 1, expert 3, up: expected shape \[10, 24\], found"):
+        loader.put(1, 3, "up", torch.zeros(INNER // 2, WIDTH))
+    for part in ("up", "down_bias"):
+        loader.put(1, 3, part, make_tensors()[1, 3, part])  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match=f"expert 3, {part}: filled a second time"):
+            loader.put(1, 3, part, make_tensors()[1, 3, part])  # type: ignore[arg-type]
+    with pytest.raises(
+        CheckpointError, match="filled: layer 1, expert 0, down_bias; layer 1, expert 0, down;"
+    ):
+        loader.finish()
+
+
+def test_rows_of_one_scale_are_rounded_before_they_are_cut() -> None:
+    wide = MoeSpec(
+        num_experts=2,
+        experts_per_token=1,
+        expert_width=128,
+        gate=GateSpec(score="softmax"),
+        shared=None,
+        row_width=WIDTH,
+    )
+    rng = torch.Generator().manual_seed(1)
+    down_DF = torch.randn((WIDTH, 128), generator=rng)
+    down_DF[:, 100] = 9.0  # the largest of every row is in the last slice
+    whole = pack_panels(down_DF, "int8").unpack().values()
+    formats = FormatMap(default=FormatPair(weight="int8", activation="int8-g32"))
+    for rank in range(2):
+        loader = ExpertLoader(((0, wide),), formats, plan=contiguous_plan((2,), 2, 2), rank=rank)
+        for logical_id in range(2):
+            for part in ("gate", "up"):
+                loader.put(0, logical_id, part, torch.zeros(128, WIDTH))
+            loader.put(0, logical_id, "down", down_DF)
+        down = one_slot(loader.finish(), 0, 0, num_slots=2).down_DF
+        assert torch.equal(down.unpack().values(), whole[:, 64 * rank : 64 * rank + 64])
 
 
 def test_waves() -> None:

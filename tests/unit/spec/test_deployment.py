@@ -422,8 +422,17 @@ def test_ranks_with_requests_of_their_own_run_with_every_dispatcher_that_is_buil
         replace(ONE.instances[0].layout, num_micro_batches=2),
     ):
         assert with_layout(right).not_runnable() == ()
+    leaves = NUMERICS.with_leaves(matmul_shards=2)
     for right in (two(attention={"tp": 2}), two(attention={"tp": 2}, dispatcher="gathered")):
-        assert with_layout(right, NUMERICS.with_leaves(matmul_shards=2)).not_runnable() == ()
+        assert with_layout(right, leaves).not_runnable() == ()
+    for experts in ({"tp": 2}, {"ep": 2}):  # a grid says it, or the plan alone
+        found = with_layout(two(experts=experts), leaves)
+        cut = replace(found.instances[0], plan=contiguous_plan((4, 4), 2, 2))
+        assert replace(found, instances=(cut,)).not_runnable() == ()
+    fused = replace(cut, layout=two(dispatcher="shared_memory", is_fused=True))
+    native = replace(leaves, backend="native/avx2")
+    (reason,) = replace(found, numerics=native, instances=(fused,)).not_runnable()
+    assert reason.path == "instances[0].layout.is_fused"
 
 
 def two(

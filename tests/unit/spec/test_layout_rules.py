@@ -9,8 +9,11 @@ from moesaic.spec.deployment import Grid, Layout
 from moesaic.spec.layout_rules import (
     DISPATCHERS,
     FUSED_CHUNKS,
+    FUSED_SLICES,
     LOCAL_CHUNKS,
+    LOCAL_SLICES,
     NOT_BUILT,
+    SLICE_RETURNS,
     Dispatcher,
     LayoutCell,
     refusals,
@@ -44,6 +47,19 @@ def test_rows_go_in_chunks_where_rows_are_sent_by_python(dispatcher: Dispatcher)
     if dispatcher == "shared_memory":
         (fused,) = refusals(LayoutCell(dispatcher=dispatcher, num_chunks=2, is_fused=True))
         assert (fused.field, fused.reason, fused.is_contradiction) == ("num_chunks", FUSED_CHUNKS, True)
+
+
+def test_slices_of_experts_are_joined_choice_by_choice_in_python() -> None:
+    for dispatcher in ("gathered", "exchange", "two_level", "shared_memory"):
+        assert not refusals(LayoutCell(dispatcher=dispatcher, has_slices=True))
+    cases = (
+        (LayoutCell(dispatcher="local", is_fused=True, has_slices=True), "has_slices", LOCAL_SLICES),
+        (LayoutCell(dispatcher="shared_memory", is_fused=True, has_slices=True), "is_fused", FUSED_SLICES),
+        (LayoutCell(dispatcher="exchange", has_slices=True, returns="subtrees"), "returns", SLICE_RETURNS),
+    )
+    for cell, field, reason in cases:
+        (found,) = refusals(cell)
+        assert (found.field, found.reason, found.is_contradiction) == (field, reason, False)
 
 
 def test_every_reason_is_given_at_once() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from moesaic.errors import CapacityError, ConfigError
 from moesaic.parallel.dispatch.exchange import Exchange
@@ -21,7 +23,7 @@ from moesaic.parallel.transport import Transport
 from moesaic.placement.choice import ReplicaChoice
 from moesaic.spec.deployment import Layout
 from moesaic.spec.experts import ExpertPlan
-from moesaic.spec.layout_rules import FUSED_RETURNS, TpWires, refusals
+from moesaic.spec.layout_rules import FUSED_RETURNS, FUSED_SLICES, TpWires, refusals
 from moesaic.spec.model import ModelSpec, MoeSpec
 from moesaic.spec.numerics import DTYPE_BYTES, Numerics
 from moesaic.spec.tensor_split import TensorSplit
@@ -43,6 +45,7 @@ def connect(
     max_tokens: int,
     *,
     tp_wires: TpWires | None = None,
+    num_slices: int = 1,
 ) -> Transport:
     """The wires of one rank; all ranks of the mesh call this at once.
 
@@ -54,9 +57,8 @@ def connect(
     of_replica = layout.dispatcher == "gathered"
     if not (layout.dispatcher == "shared_memory" or (of_replica and tp_wires == "shared_memory")):
         return GlooTransport(mesh, num_lanes=num_lanes(layout), num_chunks=layout.num_chunks)
-    shape = SegmentShape(
-        num_ranks=mesh.num_ranks, lanes=tuple(lane_sizes(layout, moe_layers, numerics, max_tokens))
-    )
+    lanes = lane_sizes(layout, moe_layers, numerics, max_tokens, num_slices)
+    shape = SegmentShape(num_ranks=mesh.num_ranks, lanes=tuple(lanes))
     segment = Segment.join(mesh, shape, instead=OVER_GLOO if of_replica else EXCHANGE)
     return SharedMemoryTransport(segment, num_chunks=layout.num_chunks)
 
@@ -95,7 +97,11 @@ def connect_replica(
 
 
 def lane_sizes(
-    layout: Layout, moe_layers: Sequence[tuple[int, MoeSpec]], numerics: Numerics, max_tokens: int
+    layout: Layout,
+    moe_layers: Sequence[tuple[int, MoeSpec]],
+    numerics: Numerics,
+    max_tokens: int,
+    num_slices: int = 1,
 ) -> list[LaneSize]:
     """What the lanes of a layout over shared memory hold: layers share them, micro-batches and chunks do not.
 
@@ -115,7 +121,9 @@ def lane_sizes(
         )
         return [lane] * layout.num_micro_batches
     of_chunk = -(-max_tokens // layout.num_chunks)
-    largest = [largest_messages(spec, numerics, layout.returns, of_chunk) for _, spec in moe_layers]
+    largest = [
+        largest_messages(spec, numerics, layout.returns, of_chunk, num_slices) for _, spec in moe_layers
+    ]
     send, collect = (LaneSize(message_bytes=max(sizes)) for sizes in zip(*largest, strict=True))
     lanes = [collect] if layout.dispatcher == "gathered" else [send, collect]
     return lanes * layout.num_micro_batches * layout.num_chunks
@@ -129,8 +137,11 @@ def make_dispatcher(
     transport: Transport,
     *,
     replica_choice: ReplicaChoice = "turns",
+    down_biases: Mapping[int, Tensor] | None = None,
 ) -> Local | Exchange | FusedRanks:
     """Both sides of one rank, or what fuses them; `moe_layers` is `ModelSpec.moe_layers`.
+
+    `down_biases` are `ResidentStore.down_biases`.
 
     Raises: ConfigError for a dispatcher that is not built, and for a plan that does not fit.
     """
@@ -138,15 +149,29 @@ def make_dispatcher(
         return Local(moe_layers, numerics, plan)
     if layout.dispatcher == "gathered":
         return Gathered(
-            moe_layers, numerics, plan, transport, returns=layout.returns, replica_choice=replica_choice
+            moe_layers,
+            numerics,
+            plan,
+            transport,
+            returns=layout.returns,
+            replica_choice=replica_choice,
+            down_biases=down_biases,
         )
     if layout.is_fused and isinstance(transport, SharedMemoryTransport):
         if layout.returns != "choices":
             raise ConfigError(FUSED_RETURNS)
+        if plan.num_slices > 1:
+            raise ConfigError(FUSED_SLICES)
         return FusedRanks(moe_layers, numerics, plan, transport, replica_choice=replica_choice)
     if layout.dispatcher in ("exchange", "shared_memory"):
         return Exchange(
-            moe_layers, numerics, plan, transport, returns=layout.returns, replica_choice=replica_choice
+            moe_layers,
+            numerics,
+            plan,
+            transport,
+            returns=layout.returns,
+            replica_choice=replica_choice,
+            down_biases=down_biases,
         )
     if layout.dispatcher == "two_level" and layout.ranks_per_node is not None:
         return TwoLevel(
@@ -157,6 +182,7 @@ def make_dispatcher(
             returns=layout.returns,
             ranks_per_node=layout.ranks_per_node,
             replica_choice=replica_choice,
+            down_biases=down_biases,
         )
     reasons = "; ".join(one.reason for one in refusals(layout.cell()))
     raise ConfigError(f"dispatcher {layout.dispatcher} does not run: {reasons}")

@@ -7,18 +7,20 @@
 
 A row is sent once to a rank, with all its jobs there. What comes back is `choices` (one row per choice),
 `subtrees` (roots of whole subtrees of the combine tree), or, under `combine="per_rank"`, one partial sum per
-token and rank: the order that a layout suggests, declared reassociated.
+token and rank: the order that a layout suggests, declared reassociated. A choice of an expert that the plan
+cuts makes a job for each slice; their roots come back in float32 and are joined where the token is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from moesaic.errors import ConfigError
 from moesaic.experts.contract import ExpertBatch, ExpertSide, Routing, Tag, Ticket, TokenSide
 from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.wire import from_bytes, round_to_wire, to_bytes
@@ -37,9 +39,10 @@ from moesaic.parallel.dispatch.message import (
     starts,
 )
 from moesaic.parallel.transport import Arrival, Purpose, Transport
-from moesaic.parallel.tree import combine_choices, combine_subtrees, evaluate_subtrees, weigh
+from moesaic.parallel.tree import combine_choices, combine_subtrees, evaluate_subtrees, join_slices, weigh
 from moesaic.placement.choice import ReplicaChoice
 from moesaic.spec.experts import ExpertPlan
+from moesaic.spec.layout_rules import SLICE_RETURNS
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import Numerics, wire_row_bytes
 from moesaic.steps import Wait
@@ -51,7 +54,7 @@ class _Ticket:
 
     tag: Tag
     routing: Routing
-    sent: Sorted  # its rows are tokens, its jobs choices: t * K + k
+    sent: Sorted  # its rows are tokens, its jobs choices: t * K + k, or slices of such
     returned: Wait
 
 
@@ -77,7 +80,7 @@ class Exchange(Following, TokenSide, ExpertSide):
     LANES: ClassVar[int] = 2
     """Of the transport, per micro-batch and chunk."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for all that a rank of a layout has
         self,
         moe_layers: Sequence[tuple[int, MoeSpec]],
         numerics: Numerics,
@@ -88,11 +91,22 @@ class Exchange(Following, TokenSide, ExpertSide):
         slots: Sequence[Tensor] | None = None,
         replica_choice: ReplicaChoice = "turns",
         group_size: int = 1,
+        down_biases: Mapping[int, Tensor] | None = None,
     ) -> None:
         """`slots` replaces the choice of copies, until another plan comes: [E, V] a layer, see `LayerTable`.
 
-        Raises: ConfigError for a plan that leaves an expert without a slot or names a rank there is not.
+        `down_biases` are `ResidentStore.down_biases`, for a plan with slices.
+
+        Raises: ConfigError for a plan that leaves an expert without a slot or names a rank there is not, and
+                for slices whose results would not come back one by one, or without their biases.
         """
+        if plan.num_slices > 1:
+            if returns != "choices" or numerics.combine != "tree":
+                raise ConfigError(SLICE_RETURNS)
+            lacking = sorted({at for at, spec in moe_layers if spec.has_bias} - set(down_biases or {}))
+            if lacking:
+                raise ConfigError(f"slices of experts of layers {lacking} need the biases of down")
+        self._down_biases = down_biases or {}
         self._numerics = numerics
         self.transport = transport
         self._returns = returns
@@ -122,20 +136,28 @@ class Exchange(Following, TokenSide, ExpertSide):
     def send(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Ticket:
         """Hand each group the rows it serves, each row once."""
         layer = self._layers[tag.layer_idx]
-        num_tokens, num_choices = routing.experts_TK.shape
         # Turns among copies start elsewhere on each rank and layer.
-        slot_N = layer.choose(routing.experts_TK, self.transport.rank + tag.layer_idx).reshape(-1)
-        token_N = torch.arange(num_tokens * num_choices) // num_choices
-        sent = sort_jobs(layer.group_P[slot_N], token_N, self._num_groups, num_tokens)
+        slot_N, sent = self._sort(layer, routing, self.transport.rank + tag.layer_idx)
+        choice_J = sent.order_J if self._num_slices == 1 else sent.order_J // self._num_slices
         jobs = Jobs(
             row_J=sent.row_J,
             slot_J=layer.local_P[slot_N[sent.order_J]],
-            choice_J=sent.order_J % num_choices,
-            weight_J=routing.weights_TK.reshape(-1)[sent.order_J],
+            choice_J=choice_J % routing.experts_TK.shape[1],
+            weight_J=routing.weights_TK.reshape(-1)[choice_J],
             rows_RB=to_bytes(round_to_wire(x_TD, self._wire)).index_select(0, sent.row_R),
         )
         self._arrivals[tag] = self._forth(pack_jobs(tag, jobs, sent), tag)
         return self._ticket(tag, routing, sent)
+
+    def _sort(self, layer: LayerTable, routing: Routing, first: int) -> tuple[Tensor, Sorted]:
+        """The slot of every choice, or of every slice of it, and which of them go to which group."""
+        part_TK, count = routing.experts_TK, self._num_slices
+        if count > 1:
+            part_TK = (part_TK.unsqueeze(-1) * count + torch.arange(count)).flatten(1)
+        num_tokens, num_parts = part_TK.shape
+        slot_N = layer.choose(part_TK, first).reshape(-1)
+        token_N = torch.arange(num_tokens * num_parts) // num_parts
+        return slot_N, sort_jobs(layer.group_P[slot_N], token_N, self._num_groups, num_tokens)
 
     def _ticket(self, tag: Tag, routing: Routing, sent: Sorted) -> Ticket:
         return _Ticket(tag=tag, routing=routing, sent=sent, returned=_Returned(self, tag))
@@ -159,8 +181,17 @@ class Exchange(Following, TokenSide, ExpertSide):
             ]
             return combine_subtrees(roots, num_tokens, num_choices, seam=self._seam)
         out_JD = torch.cat([self._results(message, tag, spec) for message in messages])
-        job_N = torch.empty(num_tokens * num_choices, dtype=torch.int64)
+        job_N = torch.empty(len(out_JD), dtype=torch.int64)
         job_N[sent.order_J] = torch.arange(len(out_JD))
+        if self._num_slices > 1:
+            out_JD = join_slices(
+                out_JD,
+                job_N.view(-1, self._num_slices),
+                self._down_biases.get(tag.layer_idx),
+                routing.experts_TK.reshape(-1),
+                seam=self._seam,
+            )
+            job_N = torch.arange(len(out_JD))
         return combine_choices(
             out_JD,
             job_N.view(num_tokens, num_choices),
@@ -257,7 +288,8 @@ class Exchange(Following, TokenSide, ExpertSide):
 
     def _results(self, message: Tensor, tag: Tag, spec: MoeSpec) -> Tensor:
         """out_JD of a message of choices."""
-        return open_message(message, tag)[1].view(self._seam).view(-1, spec.row_width)
+        dtype = self._seam if self._num_slices == 1 else torch.float32
+        return open_message(message, tag)[1].view(dtype).view(-1, spec.row_width)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -65,4 +65,4 @@ class Following:
             choice=self._replica_choice,
             loads=self._loads,
         )
-        self._plan = plan
+        self._plan, self._num_slices = plan, plan.num_slices

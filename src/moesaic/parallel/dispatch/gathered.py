@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from moesaic.experts.contract import ExpertBatch, Routing, Tag, Ticket
 from moesaic.kernels.wire import round_to_wire, to_bytes
 from moesaic.parallel.dispatch.exchange import Exchange
-from moesaic.parallel.dispatch.message import Jobs, sort_jobs
+from moesaic.parallel.dispatch.message import Jobs
 from moesaic.parallel.transport import Arrival, Purpose
 from moesaic.steps import DONE, Wait
 
@@ -35,18 +34,16 @@ class Gathered(Exchange):
     def send(self, x_TD: Tensor, routing: Routing, tag: Tag, hint_E: Tensor | None) -> Ticket:
         """Keep this rank's own jobs; the others keep theirs."""
         layer, rank = self._layers[tag.layer_idx], self.transport.rank
-        num_tokens, num_choices = routing.experts_TK.shape
         # All ranks take the same copy of each choice.
-        slot_N = layer.choose(routing.experts_TK, tag.layer_idx).reshape(-1)
-        token_N = torch.arange(num_tokens * num_choices) // num_choices
-        sent = sort_jobs(layer.group_P[slot_N], token_N, self._num_groups, num_tokens)
+        slot_N, sent = self._sort(layer, routing, tag.layer_idx)
         jobs, rows = (_own(counts, rank) for counts in (sent.jobs, sent.rows))
         order_J = sent.order_J[jobs]
+        choice_J = order_J if self._num_slices == 1 else order_J // self._num_slices
         self._kept[tag] = Jobs(
             row_J=sent.row_J[jobs],
             slot_J=layer.local_P[slot_N[order_J]],
-            choice_J=order_J % num_choices,
-            weight_J=routing.weights_TK.reshape(-1)[order_J],
+            choice_J=choice_J % routing.experts_TK.shape[1],
+            weight_J=routing.weights_TK.reshape(-1)[choice_J],
             rows_RB=to_bytes(round_to_wire(x_TD.index_select(0, sent.row_R[rows]), self._wire)),
         )
         return self._ticket(tag, routing, sent)

@@ -20,6 +20,7 @@ from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.wire import round_to_wire
 from moesaic.parallel.tree import combine_choices
 from moesaic.spec.experts import ExpertPlan, IntArray, contiguous_plan
+from moesaic.spec.layout_rules import LOCAL_SLICES
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import Numerics
 from moesaic.steps import DONE, Wait
@@ -82,6 +83,8 @@ class Local(TokenSide, ExpertSide):
                 f"expert plan version {plan.version} uses {plan.num_ranks} ranks, the local dispatcher is "
                 "one; use a plan for one rank or a dispatcher between ranks"
             )
+        if plan.num_slices > 1:
+            raise ConfigError(f"expert plan version {plan.version} has slices, and {LOCAL_SLICES}")
         self._layers = {
             layer_idx: _layer_slots(layer_idx, spec, plan.slot_expert[at])
             for at, (layer_idx, spec) in enumerate(self._moe_layers)

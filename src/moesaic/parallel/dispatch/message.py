@@ -104,18 +104,21 @@ def open_jobs(message: Tensor, tag: Tag, *, row_bytes: int) -> Jobs:
     )
 
 
-def largest_messages(spec: MoeSpec, numerics: Numerics, returns: Returns, num_tokens: int) -> tuple[int, int]:
+def largest_messages(
+    spec: MoeSpec, numerics: Numerics, returns: Returns, num_tokens: int, num_slices: int = 1
+) -> tuple[int, int]:
     """Bytes of the largest message of a send and of a collect, between two ranks.
 
     All rows of a rank go to one other, with all their choices; of subtrees come back those that have no
-    sibling there, at most every second choice of a token.
+    sibling there, at most every second choice of a token. Roots of slices are float32.
 
     Units:   `num_tokens` is the largest batch of a rank.
     """
-    choices = num_tokens * spec.experts_per_token
+    choices = num_tokens * spec.experts_per_token * num_slices
     sent = num_tokens * wire_row_bytes(numerics.wire_format, spec.row_width) + 16 * choices
     if numerics.combine == "tree" and returns == "choices":
-        back = choices * spec.row_width * DTYPE_BYTES[numerics.seam_dtype]
+        dtype = numerics.seam_dtype if num_slices == 1 else "float32"
+        back = choices * spec.row_width * DTYPE_BYTES[dtype]
     else:
         partial = spec.row_width * DTYPE_BYTES[numerics.partial_dtype]
         is_tree = numerics.combine == "tree"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,13 +11,15 @@ from torch import Tensor
 
 from moesaic.errors import ConfigError
 from moesaic.placement.choice import ReplicaChoice, replica_table
-from moesaic.spec.experts import ExpertPlan, IntArray
+from moesaic.spec.experts import ExpertPlan, IntArray, name_parts
 from moesaic.spec.model import MoeSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerTable:
     """One layer's slots and the copy that each token of an expert goes to.
+
+    Slices of experts stand as experts of their own, by their ids.
 
     Ranks that follow each other form groups; the slots of a group are numbered rank after rank:
 
@@ -53,7 +55,7 @@ def layer_tables(
     choice: ReplicaChoice = "turns",
     loads: Sequence[IntArray] | None = None,
 ) -> dict[int, LayerTable]:
-    """The tables of all MoE layers; `slots` replaces the policy of `choice` by other tables [E, V].
+    """The tables of all MoE layers; `slots` replaces the policy of `choice` by other tables.
 
     In groups of several ranks a copy within `group_id`, the group of those who choose, goes first. `loads`
     are the last known tokens of each expert [E], a layer each.
@@ -61,19 +63,21 @@ def layer_tables(
     Raises: ConfigError where no slot takes an expert's tokens, or a slot names a rank or an expert that there
             is not.
     """
-    tables = {}
+    tables, num_slices = {}, plan.num_slices
+    plan = _slices_as_experts(plan)
     for at, (layer_idx, spec) in enumerate(moe_layers):
-        experts, ranks = plan.slot_expert[at], plan.slot_rank[at]
-        lost = sorted(set(range(spec.num_experts)) - set(experts.tolist()))
+        experts, ranks, count = plan.slot_expert[at], plan.slot_rank[at], spec.num_experts * num_slices
+        lost = sorted(set(range(count)) - set(experts.tolist()))
         if lost:
             raise ConfigError(
-                f"the expert plan gives no slot to experts {lost} of layer {layer_idx}; each needs one"
+                f"the expert plan gives no slot to {name_parts(lost, num_slices)} of layer {layer_idx}; "
+                "each needs one"
             )
-        if int(experts.max()) >= spec.num_experts or int(ranks.max()) >= num_ranks:
+        if int(experts.max()) >= count or int(ranks.max()) >= num_ranks:
             raise ConfigError(
-                f"layer {layer_idx} of the expert plan names expert {int(experts.max())} and rank "
-                f"{int(ranks.max())}; the layer has {spec.num_experts} experts and the layout {num_ranks} "
-                "ranks"
+                f"layer {layer_idx} of the expert plan names expert {int(experts.max()) // num_slices} and "
+                f"rank {int(ranks.max())}; the layer has {spec.num_experts} experts and the layout "
+                f"{num_ranks} ranks"
             )
         local_P = np.empty_like(experts)
         order_P = np.argsort(ranks, kind="stable")
@@ -84,14 +88,15 @@ def layer_tables(
             choice,
             plan,
             at,
-            None if loads is None else loads[at],
+            None if loads is None else np.repeat(loads[at], num_slices),
             node_id=group_id if group_size > 1 else None,
             gpus_per_node=group_size,
         )
         if (idle := np.flatnonzero(table_EV[:, 0] < 0)).size:
+            names = name_parts(idle.tolist(), num_slices)
             raise ConfigError(
-                f"the expert plan gives no share of tokens to any slot of experts {idle.tolist()} of layer "
-                f"{layer_idx}; the shares of an expert's slots sum to 1"
+                f"the expert plan gives no share of tokens to any slot of {names} of layer {layer_idx}; the "
+                "shares of an expert's slots sum to 1"
             )
         tables[layer_idx] = LayerTable(
             spec=spec,
@@ -101,3 +106,13 @@ def layer_tables(
             num_slots=tuple(np.bincount(ranks, minlength=num_ranks).tolist()),
         )
     return tables
+
+
+def _slices_as_experts(plan: ExpertPlan) -> ExpertPlan:
+    if plan.num_slices == 1:
+        return plan
+    return replace(
+        plan,
+        slot_expert=plan.part_ids,
+        slot_slice=tuple(np.zeros_like(parts) for parts in plan.slot_slice),
+    )

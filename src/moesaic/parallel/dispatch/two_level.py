@@ -12,7 +12,7 @@ one row each; of subtrees the proxy joins what its node holds together, so that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -53,7 +53,7 @@ class TwoLevel(Exchange):
 
     LANES: ClassVar[int] = 4
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - as that of `Exchange`
         self,
         moe_layers: Sequence[tuple[int, MoeSpec]],
         numerics: Numerics,
@@ -64,6 +64,7 @@ class TwoLevel(Exchange):
         returns: Returns = "choices",
         slots: Sequence[Tensor] | None = None,
         replica_choice: ReplicaChoice = "turns",
+        down_biases: Mapping[int, Tensor] | None = None,
     ) -> None:
         """Raises: as `Exchange`; ConfigError for one sum per rank, and for nodes without ranks."""
         if ranks_per_node < 1:
@@ -83,6 +84,7 @@ class TwoLevel(Exchange):
             slots=slots,
             replica_choice=replica_choice,
             group_size=ranks_per_node,
+            down_biases=down_biases,
         )
         self._members = self._ranks_of(transport.rank // ranks_per_node)
         self._sources = {proxy: self._served_by(proxy) for proxy in self._members}
