@@ -135,24 +135,35 @@ def deployment_of(alone: Alone, num_ranks: int) -> Deployment:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "tp"),
-    [(2, 2), pytest.param(4, 2, marks=pytest.mark.long), pytest.param(3, 3, marks=pytest.mark.long)],
+    ("num_ranks", "tp", "expert_tp"),
+    [
+        (2, 2, 2),
+        pytest.param(2, 2, 1, marks=pytest.mark.long),
+        pytest.param(4, 2, 1, marks=pytest.mark.long),
+        pytest.param(3, 3, 1, marks=pytest.mark.long),
+        pytest.param(4, 2, 4, marks=pytest.mark.long),
+    ],
 )
 def test_ranks_that_share_attention_answer_as_one_process_with_the_same_leaves(
-    num_ranks: int, tp: int
+    num_ranks: int, tp: int, expert_tp: int
 ) -> None:
-    """Each has its own heads and experts; one of each replica tells the answers and counts the choices."""
+    """Each has its own heads and experts, or slices of them; one of each replica tells the answers and counts
+    the choices, each once."""
     leaves = OPTIONS | {"matmul_shards": 4}
     with LLM("demo", **leaves) as llm:
         alone = Alone(answers(llm), llm.engine.snapshot(), choices_of(llm))
     chunks = 2 if num_ranks == 2 else 1
-    with LLM("demo", num_ranks=num_ranks, tp=tp, num_chunks=chunks, **leaves) as llm:
+    with LLM(
+        "demo", num_ranks=num_ranks, tp=tp, expert_tp=expert_tp, num_chunks=chunks, **leaves
+    ) as llm:
         assert answers(llm) == alone.answers
         found = llm.engine.snapshot()
         for name in ("model_digest", "numerics_digest", "backend"):
             assert found.active[name] == alone.snapshot.active[name]
         assert found.active["layout"]["num_chunks"] == chunks
         assert found.active["layout"]["attention"] == {"dp": num_ranks // tp, "kvp": 1, "tp": tp}
+        assert found.active["layout"]["experts"] == {"ep": num_ranks // expert_tp, "tp": expert_tp}
+        assert found.active["layout"]["num_slices"] == expert_tp
         assert found.active["layout"]["dispatcher"] in (
             ("gathered",) if num_ranks == tp else ("shared_memory", "exchange")
         )
@@ -164,8 +175,9 @@ def test_ranks_that_share_attention_answer_as_one_process_with_the_same_leaves(
         assert choices_of(llm) == alone.choices
 
 
+@pytest.mark.long
 def test_slices_of_experts_answer_as_one_process_with_the_same_leaves() -> None:
-    """Each rank has half of every expert; then, while it runs, whole halves on one and the other."""
+    """Each rank has half of every expert; then, while it runs, any halves of any."""
     leaves = OPTIONS | {"matmul_shards": 2}
     with LLM("demo", **leaves) as llm:
         alone = Alone(answers(llm), llm.engine.snapshot(), choices_of(llm))

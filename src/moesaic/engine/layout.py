@@ -17,7 +17,7 @@ from moesaic.errors import ConfigError, nearest
 from moesaic.hashing import digest
 from moesaic.kernels import native
 from moesaic.spec.codec import from_plain
-from moesaic.spec.deployment import Deployment, Grid, Layout, check_plan, from_json
+from moesaic.spec.deployment import Axis, Deployment, Grid, Layout, check_plan, from_json
 from moesaic.spec.experts import MAX_VERSION, ExpertPlan, contiguous_plan, name_parts
 from moesaic.spec.layout_rules import (
     DISPATCHERS,
@@ -256,14 +256,15 @@ def data_parallel(  # noqa: PLR0913 - each is a wish of its own
             f"--tp {_divisors(num_ranks)}, or for --ranks {max(1, num_ranks // tp) * tp}"
         )
     ranks = tuple(range(num_ranks))
+    experts: dict[Axis, int] = {"ep": num_ranks // expert_tp}
+    if expert_tp > 1:
+        experts["tp"] = expert_tp
     if dispatcher is None:
         fastest: Dispatcher = "exchange" if native.module() is None else "shared_memory"
         dispatcher = "local" if num_ranks == 1 else "gathered" if num_ranks == tp else fastest
     return Layout(
         attention=Grid(axes={"dp": num_ranks // tp, "tp": tp}, ranks=ranks),
-        experts=Grid(
-            axes={"ep": num_ranks // expert_tp} | ({"tp": expert_tp} if expert_tp > 1 else {}), ranks=ranks
-        ),
+        experts=Grid(axes=experts, ranks=ranks),
         dispatcher=dispatcher,
         returns=returns,
         num_micro_batches=num_micro_batches,

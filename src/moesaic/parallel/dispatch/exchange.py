@@ -38,6 +38,7 @@ from moesaic.parallel.dispatch.message import (
     sort_jobs,
     starts,
 )
+from moesaic.parallel.dispatch.slots import LayerTable
 from moesaic.parallel.transport import Arrival, Purpose, Transport
 from moesaic.parallel.tree import combine_choices, combine_subtrees, evaluate_subtrees, join_slices, weigh
 from moesaic.placement.choice import ReplicaChoice
