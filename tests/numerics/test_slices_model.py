@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import CONFIGS, Layout, write_checkpoint
 from test_family_gpt_oss import MXFP4
 
@@ -16,7 +17,13 @@ from moesaic.audit.layouts import _Stage
 from moesaic.engine.config import EngineConfig
 from moesaic.kernels.ops import backends
 from moesaic.kernels.panel import PanelWeight
-from moesaic.models.build import read_spec
+from moesaic.models.build import LoadedModel, Share, build, read_spec
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.home import Home
+from moesaic.parallel.dispatch.exchange import Exchange
+from moesaic.parallel.transport import MemoryWires
+from moesaic.spec.experts import contiguous_plan
+from moesaic.spec.numerics import preset
 
 WIDE: dict[str, Any] = {"moe_intermediate_size": 128, "intermediate_size": 128}
 
@@ -90,3 +97,34 @@ def test_a_model_in_slices_has_the_bits_of_one_rank(
     down = stores[held.index(max(held))].table(spec.moe_layers[0][0]).weights[0].down_DF
     assert down.shape[1] == spec.moe_layers[0][1].expert_width // found.num_slices
     assert isinstance(down, PanelWeight) == ("format" in wishes)
+
+
+def test_a_process_that_finds_the_slices_in_memory_reads_the_biases_beside_them(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", CONFIGS["gpt_oss"](), layout="stacked")
+    spec = read_spec(folder)
+    numerics = preset("portable", dtype="float32", backend=backends()[-1], matmul_shards=2)
+    plan = contiguous_plan(tuple(moe.num_experts for _, moe in spec.moe_layers), 2, 2)
+
+    def loaded() -> LoadedModel:
+        return build(
+            Checkpoint.open(folder),
+            spec,
+            numerics,
+            num_threads=1,
+            home=Home(shared_in=tmp_path),
+            share=Share(
+                rank=1,
+                plan=plan,
+                dispatcher=lambda spec, numerics, biases: Exchange(
+                    spec.moe_layers, numerics, plan, MemoryWires(2).transport(1), down_biases=biases
+                ),
+            ),
+        )
+
+    first, second = loaded(), loaded()
+    assert any("were found in" in note and "0 B were" not in note for note in second.notes)
+    assert second.tensor_digests == first.tensor_digests
+    for layer_idx, _ in spec.moe_layers:
+        bias_ED = second.store.down_biases[layer_idx]
+        assert bias_ED.abs().max() > 0
+        assert torch.equal(bias_ED, first.store.down_biases[layer_idx])
