@@ -181,6 +181,15 @@ def test_slices_of_experts_over_groups_of_ranks(tmp_path: Path) -> None:
     fine = NUMERICS.with_leaves(matmul_shards=1 << 20)
     with pytest.raises(ConfigError, match=r"matmul_shards = 1048576 does not divide"):
         check_split(found.layout, SPEC, fine, 2)
+    leaves = NUMERICS.with_leaves(matmul_shards=2)
+    made = replace(deployment(2, tp=2, expert_tp=2), numerics=leaves)
+    cut = replace(made.instances[0], plan=contiguous_plan(COUNTS, 2, 2))
+    path = written(tmp_path / "d.json", replace(made, instances=(cut,)).to_json())
+    stated = arrange(LayoutWish(deployment=path), SPEC)
+    assert (stated.layout.dispatcher, stated.num_slices) == ("gathered", 2)
+    path = written(tmp_path / "d.json", made.to_json())
+    with pytest.raises(ConfigError, match=r"layout\.experts\.tp = 2: the plan has 1 slices of an expert"):
+        arrange(LayoutWish(deployment=path), SPEC)
     plan = replace(found.plan, slot_rank=tuple(ranks % 2 for ranks in found.plan.slot_rank))
     path = written(tmp_path / "plan.json", json.dumps(to_plain(plan)))
     given = arrange(LayoutWish(num_ranks=2, placement=path), SPEC, is_native=True)
