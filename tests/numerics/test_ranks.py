@@ -153,9 +153,7 @@ def test_ranks_that_share_attention_answer_as_one_process_with_the_same_leaves(
     with LLM("demo", **leaves) as llm:
         alone = Alone(answers(llm), llm.engine.snapshot(), choices_of(llm))
     chunks = 2 if num_ranks == 2 else 1
-    with LLM(
-        "demo", num_ranks=num_ranks, tp=tp, expert_tp=expert_tp, num_chunks=chunks, **leaves
-    ) as llm:
+    with LLM("demo", num_ranks=num_ranks, tp=tp, expert_tp=expert_tp, num_chunks=chunks, **leaves) as llm:
         assert answers(llm) == alone.answers
         found = llm.engine.snapshot()
         for name in ("model_digest", "numerics_digest", "backend"):
