@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ from moesaic.audit.layout_cells import (
     MICRO_BATCHES,
     NO_SHARED_MEMORY,
     NUM_RANKS,
+    NUM_SLICES,
     PLACEMENTS,
     RETURNS,
     TENSOR_RANKS,
@@ -37,6 +39,10 @@ def numerics_of(dtype: str, backend: str, shape: Shape) -> Numerics:
     return numerics if shape.tp == 1 else numerics.with_leaves(matmul_shards=MATMUL_SHARDS)
 
 
+def leaves_for_slices(dtype: str, backend: str, shape: Shape) -> Numerics:
+    return numerics_of(dtype, backend, replace(shape, tp=2) if shape.splits else shape)
+
+
 @pytest.fixture(scope="module")
 def spec() -> ModelSpec:
     return read_config(preset("olmoe-1b-7b-0924").config, name="olmoe")
@@ -51,7 +57,7 @@ def pairs(cell: Cell) -> set[tuple[object, object]]:
 
 
 def test_long_is_the_product_of_all_that_is_legal(spec: ModelSpec) -> None:
-    matrix = make_matrix(spec, ["float32"], LEVELS, numerics_of, is_long=True)
+    matrix = make_matrix(spec, ["float32"], LEVELS, leaves_for_slices, is_long=True)
     # local on one rank, exchange on one to four, shared memory and two levels on two to four
     several = 3 * len(RETURNS)
     every = len(NUM_RANKS) * len(RETURNS)
@@ -68,8 +74,11 @@ def test_long_is_the_product_of_all_that_is_legal(spec: ModelSpec) -> None:
     assert set(shapes) == set(DISPATCHERS) - set(NOT_BUILT)
     for_each = len(MICRO_BATCHES) * len(PLACEMENTS)
     fused = 1 + 3  # on one rank, and over shared memory on two to four; where kernels are native
-    in_chunks = sum(shapes.values()) - shapes["local"]
-    num_shapes = len(LEVELS) * (sum(shapes.values()) + (len(CHUNKS) - 1) * in_chunks) + fused
+    # slices of experts as choices: over exchange, shared memory and two levels, and gathered
+    in_slices = len(NUM_SLICES) * (3 * 3 + len(TENSOR_RANKS))
+    whole = sum(shapes.values()) + in_slices
+    in_chunks = whole - shapes["local"]
+    num_shapes = len(LEVELS) * (whole + (len(CHUNKS) - 1) * in_chunks) + fused
     assert len(matrix.cells) == for_each * num_shapes
     assert len(set(matrix.cells)) == len({cell.name for cell in matrix.cells}) == len(matrix.cells)
     assert matrix.expected == len(matrix.cells) + len(matrix.refused)

@@ -31,7 +31,7 @@ from moesaic.spec.codec import to_plain
 from moesaic.spec.deployment import Deployment, single_process
 from moesaic.spec.experts import contiguous_plan
 from moesaic.spec.locate import locate
-from moesaic.spec.numerics import preset
+from moesaic.spec.numerics import Numerics, preset
 
 SPEC = read_spec(locate("demo").weights_folder())
 COUNTS = tuple(moe.num_experts for _, moe in SPEC.moe_layers)
@@ -39,8 +39,8 @@ NUMERICS = preset("portable", dtype="bfloat16")
 TORCHRUN = Started(num_ranks=4, ranks_per_node=2)
 
 
-def deployment(num_ranks: int = 2, **layout: Any) -> Deployment:
-    one = single_process(digest(SPEC), NUMERICS, contiguous_plan(COUNTS, 1))
+def deployment(num_ranks: int = 2, numerics: Numerics = NUMERICS, **layout: Any) -> Deployment:
+    one = single_process(digest(SPEC), numerics, contiguous_plan(COUNTS, 1))
     found = data_parallel(num_ranks, **layout)
     plan = contiguous_plan(COUNTS, num_ranks)
     return replace(one, instances=(replace(one.instances[0], layout=found, plan=plan),))
@@ -181,8 +181,7 @@ def test_slices_of_experts_over_groups_of_ranks(tmp_path: Path) -> None:
     fine = NUMERICS.with_leaves(matmul_shards=1 << 20)
     with pytest.raises(ConfigError, match=r"matmul_shards = 1048576 does not divide"):
         check_split(found.layout, SPEC, fine, 2)
-    leaves = NUMERICS.with_leaves(matmul_shards=2)
-    made = replace(deployment(2, tp=2, expert_tp=2), numerics=leaves)
+    made = deployment(2, NUMERICS.with_leaves(matmul_shards=2), tp=2, expert_tp=2)
     cut = replace(made.instances[0], plan=contiguous_plan(COUNTS, 2, 2))
     path = written(tmp_path / "d.json", replace(made, instances=(cut,)).to_json())
     stated = arrange(LayoutWish(deployment=path), SPEC)
