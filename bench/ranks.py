@@ -129,7 +129,7 @@ def main() -> None:
     else:
         print(f"{name}, batch {args.batch}, load {before:.1f}: tokens/s")
         for one, of in zip(rates, spreads, strict=True):
-            print(f"  {one:<44}{of['median']:.1f} ({of['min']:.1f} to {of['max']:.1f})")
+            print(f"  {one:<46} {of['median']:.1f} ({of['min']:.1f} to {of['max']:.1f})")
         print(f"  ratio {ratio:.2f}, goal {goal:g}")
     sys.exit(0 if ratio >= goal else 3)
 
