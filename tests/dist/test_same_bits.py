@@ -39,6 +39,7 @@ from moesaic.experts.contract import ExpertBatch, ExpertFfn, RoutedExperts, Rout
 from moesaic.experts.ffn import LoopFfn
 from moesaic.experts.router import Router
 from moesaic.experts.store import ExpertLoader
+from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.ops import Ops, choose
 from moesaic.parallel.dispatch.exchange import Exchange
 from moesaic.parallel.dispatch.local import Local
@@ -99,25 +100,27 @@ def make_model(dtype: DType, num_choices: int = 8, weight_on: Literal["output", 
         has_bias=True,
         weight_on=weight_on,
     )
-    layers = ((1, spec), (2, spec))
-    numerics = preset("portable", dtype=dtype)
-    ops = choose(numerics, num_threads=1)
+    return random_model(spec, preset("portable", dtype=dtype), rng)
+
+
+def random_model(spec: MoeSpec, numerics: Numerics, rng: torch.Generator) -> Model:
+    layers, ops = ((1, spec), (2, spec)), choose(numerics, num_threads=1)
     shapes = {part: place.shape for part, place in BlobLayout.of(spec, "float32").places.items()}
     return Model(
         layers=layers,
         numerics=numerics,
         ops=ops,
         routers={
-            layer_idx: Router(spec, torch.randn(NUM_EXPERTS, WIDTH, generator=rng) / 4, None, None, ops)
+            layer_idx: Router(spec, torch.randn(spec.num_experts, WIDTH, generator=rng) / 4, None, None, ops)
             for layer_idx, _ in layers
         },
         parts={
             (layer_idx, logical_id, part): torch.randn(shape, generator=rng) * shape[-1] ** -0.5
             for layer_idx, _ in layers
-            for logical_id in range(NUM_EXPERTS)
+            for logical_id in range(spec.num_experts)
             for part, shape in shapes.items()
         },
-        x_TD=torch.randn(NUM_TOKENS, WIDTH, generator=rng).to(getattr(torch, dtype)),
+        x_TD=torch.randn(NUM_TOKENS, WIDTH, generator=rng).to(torch_dtype(numerics.seam_dtype)),
     )
 
 

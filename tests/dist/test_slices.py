@@ -32,6 +32,7 @@ from test_same_bits import (
     make_tag,
     num_different,
     on_one_rank,
+    random_model,
     spied_routings,
 )
 from torch import Tensor
@@ -98,24 +99,7 @@ def make_model(
         backend=backend,
         matmul_shards=NUM_LEAVES,
     )
-    ops, layers = choose(numerics, num_threads=1), ((1, spec), (2, spec))
-    shapes = {part: place.shape for part, place in BlobLayout.of(spec, "float32").places.items()}
-    return Model(
-        layers=layers,
-        numerics=numerics,
-        ops=ops,
-        routers={
-            layer_idx: Router(spec, torch.randn(num_experts, WIDTH, generator=rng) / 4, None, None, ops)
-            for layer_idx, _ in layers
-        },
-        parts={
-            (layer_idx, logical_id, part): torch.randn(shape, generator=rng) * shape[-1] ** -0.5
-            for layer_idx, _ in layers
-            for logical_id in range(num_experts)
-            for part, shape in shapes.items()
-        },
-        x_TD=torch.randn(NUM_TOKENS, WIDTH, generator=rng).to(getattr(torch, dtype)),
-    )
+    return random_model(spec, numerics, rng)
 
 
 def plan_of(model: Model, num_ranks: int, placement: Placement, num_slices: int) -> ExpertPlan:

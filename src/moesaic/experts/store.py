@@ -24,7 +24,7 @@ from moesaic.experts.contract import ExpertStore, Wave
 from moesaic.kernels.formats import torch_dtype
 from moesaic.kernels.panel import Weight
 from moesaic.kernels.weight_memory import WeightMemory, in_huge_pages
-from moesaic.spec.experts import ExpertKey, ExpertPlan, contiguous_plan
+from moesaic.spec.experts import ExpertKey, ExpertPlan, contiguous_plan, name_parts
 from moesaic.spec.model import MoeSpec
 from moesaic.spec.numerics import FormatMap, FormatPair
 from moesaic.steps import DONE, Steps
@@ -85,7 +85,7 @@ class SlotTable:
     """What the slots of one layer on this rank hold, by slot. Never changed: another plan is another one."""
 
     weights: tuple[ExpertWeights, ...]
-    logical_ids: tuple[int, ...]  # of slices their own ids
+    part_ids: tuple[int, ...]  # experts, or slices of such, numbered as `ExpertPlan.part_ids` does
 
 
 class ExpertLoader:
@@ -324,7 +324,7 @@ class ResidentStore(ExpertStore):
             if moves is not None:
                 yield from self._refill(layer_idx, tuple(sorted(set(ids))), moves)
             table = self._tables[layer_idx]
-            if tuple(ids) != table.logical_ids or any(
+            if tuple(ids) != table.part_ids or any(
                 self._weights[layer_idx][i] is not one for i, one in zip(ids, table.weights, strict=True)
             ):
                 self._tables[layer_idx] = self._table(layer_idx, ids)
@@ -355,7 +355,8 @@ class ResidentStore(ExpertStore):
         """
         arena, part_id = self._arenas.get(key.layer_idx), key.part_id(self.num_slices)
         if arena is None or part_id not in arena.layouts:
-            raise ConfigError(f"rank {self._rank} holds no expert {key.logical_id} of layer {key.layer_idx}")
+            named = name_parts([part_id], self.num_slices)
+            raise ConfigError(f"rank {self._rank} does not hold {named} of layer {key.layer_idx}")
         return ExpertBlob.of(key, arena.layouts[part_id].format, arena.blob(part_id))
 
     def _refill(self, layer_idx: int, wanted: tuple[int, ...], moves: Moves) -> Steps[None]:
@@ -390,7 +391,7 @@ class ResidentStore(ExpertStore):
 
     def _table(self, layer_idx: int, ids: Sequence[int]) -> SlotTable:
         held = self._weights[layer_idx]
-        return SlotTable(weights=tuple(held[part_id] for part_id in ids), logical_ids=tuple(ids))
+        return SlotTable(weights=tuple(held[part_id] for part_id in ids), part_ids=tuple(ids))
 
 
 def _weights(arena: Arena) -> dict[int, ExpertWeights]:

@@ -147,42 +147,23 @@ def make_dispatcher(
     """
     if layout.dispatcher == "local":
         return Local(moe_layers, numerics, plan)
-    if layout.dispatcher == "gathered":
-        return Gathered(
-            moe_layers,
-            numerics,
-            plan,
-            transport,
-            returns=layout.returns,
-            replica_choice=replica_choice,
-            down_biases=down_biases,
-        )
     if layout.is_fused and isinstance(transport, SharedMemoryTransport):
         if layout.returns != "choices":
             raise ConfigError(FUSED_RETURNS)
         if plan.num_slices > 1:
             raise ConfigError(FUSED_SLICES)
         return FusedRanks(moe_layers, numerics, plan, transport, replica_choice=replica_choice)
-    if layout.dispatcher in ("exchange", "shared_memory"):
-        return Exchange(
-            moe_layers,
-            numerics,
-            plan,
-            transport,
-            returns=layout.returns,
-            replica_choice=replica_choice,
-            down_biases=down_biases,
-        )
+    where = (moe_layers, numerics, plan, transport)
     if layout.dispatcher == "two_level" and layout.ranks_per_node is not None:
         return TwoLevel(
-            moe_layers,
-            numerics,
-            plan,
-            transport,
+            *where,
             returns=layout.returns,
             ranks_per_node=layout.ranks_per_node,
             replica_choice=replica_choice,
             down_biases=down_biases,
         )
+    if layout.dispatcher in ("gathered", "exchange", "shared_memory"):
+        kind = Gathered if layout.dispatcher == "gathered" else Exchange
+        return kind(*where, returns=layout.returns, replica_choice=replica_choice, down_biases=down_biases)
     reasons = "; ".join(one.reason for one in refusals(layout.cell()))
     raise ConfigError(f"dispatcher {layout.dispatcher} does not run: {reasons}")

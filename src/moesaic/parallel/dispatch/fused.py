@@ -78,7 +78,7 @@ class Fused(RoutedExperts):
         return _FusedHalf(self, moe_idx, router, shared, self._spec)
 
     def _point_to(self, table: SlotTable) -> None:
-        slot_of_expert = {logical_id: slot for slot, logical_id in enumerate(table.logical_ids)}
+        slot_of_expert = {logical_id: slot for slot, logical_id in enumerate(table.part_ids)}
         lost = [expert for expert in range(self._spec.num_experts) if expert not in slot_of_expert]
         if lost:
             raise ConfigError(
