@@ -1,4 +1,4 @@
-"""Rows that are sent in parts: the first part is computed while others are on their way, and no bit changes."""
+"""Rows sent in parts: the first part is computed while others are on their way, and no bit changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from fakes_ranks import drive_shuffled
-from test_same_bits import (
+from moe_stack import (
     TOKENS_PER_RANK,
     Model,
     make_model,

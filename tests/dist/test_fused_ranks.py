@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fakes_ranks import drive_shuffled, in_turns, random_copies
-from ranks import run_ranks
-from test_same_bits import (
+from moe_stack import (
     NUM_EXPERTS,
     NUM_TOKENS,
     TOKENS_PER_RANK,
@@ -28,6 +27,7 @@ from test_same_bits import (
     num_different,
     on_one_rank,
 )
+from ranks import run_ranks
 
 from moesaic.errors import ConfigError, PeerLost
 from moesaic.experts.contract import Routing

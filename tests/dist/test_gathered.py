@@ -1,4 +1,4 @@
-"""Tokens that several ranks have at once: nothing is sent forth, or each rank sends a part; same bits always."""
+"""Tokens that several ranks have at once: nothing is sent forth, or each rank sends a part; same bits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fakes_ranks import random_copies
-from ranks import run_ranks
-from test_same_bits import (
+from moe_stack import (
     NUM_TOKENS,
     WIDTH,
     Model,
@@ -25,6 +24,7 @@ from test_same_bits import (
     num_different,
     on_one_rank,
 )
+from ranks import run_ranks
 from torch import Tensor
 
 from moesaic.engine.layout import data_parallel

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from fakes_ranks import random_copies
+from moe_stack import TOKENS_PER_RANK, make_model, make_plan, make_side, num_different, on_one_rank
 from ranks import run_ranks
-from test_same_bits import TOKENS_PER_RANK, make_model, make_plan, make_side, num_different, on_one_rank
 from torch import Tensor
 
 from moesaic.errors import ConfigError, PeerLost

@@ -1,4 +1,4 @@
-"""The sparse half of a layer over ranks, one native call on each: bits, other plans, who is late, where time goes."""
+"""The sparse half of a layer over ranks, one native call on each: bits, plans, who is late, times."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
-from test_fused_ranks import TIMEOUT_S, join, layout_of, native_model
-from test_same_bits import (
+from moe_stack import (
     INNER,
     NUM_TOKENS,
     TOKENS_PER_RANK,
@@ -24,6 +22,8 @@ from test_same_bits import (
     make_tag,
     num_different,
 )
+from ranks import run_ranks
+from test_fused_ranks import TIMEOUT_S, join, layout_of, native_model
 from test_swap import next_plans
 from torch import Tensor
 
@@ -81,7 +81,7 @@ def make_shared(model: Model, layer_idx: int) -> DenseBlock:
 
 @lru_cache
 def in_parts(model: Model, has_shared: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The reference: one rank, part by part; the stream after all layers, and what each layer's router chose."""
+    """The reference, one rank part by part: the stream after all layers, and each layer's choices."""
     local, chosen = Local(model.layers, model.numerics), []
     routed = Staged(tokens=local, experts=local, ffn=model.ffn())
     x_TD = model.x_TD
@@ -146,14 +146,14 @@ def make_ranks(
     sizes = lane_sizes(layout_of(num_ranks), model.layers, model.numerics, NUM_TOKENS)
     wires = MemoryWires(num_ranks)
     return [
-        Rank(
-            model, plan, end, moves=wires.transport(end.rank) if moves else None, has_shared=has_shared
-        )
+        Rank(model, plan, end, moves=wires.transport(end.rank) if moves else None, has_shared=has_shared)
         for end in segments_in_one_process(num_ranks, sizes)
     ]
 
 
-def steps_of(ranks: Sequence[Rank], model: Model, sizes: Sequence[int], step_id: int = 1) -> list[Steps[Tensor]]:
+def steps_of(
+    ranks: Sequence[Rank], model: Model, sizes: Sequence[int], step_id: int = 1
+) -> list[Steps[Tensor]]:
     parts = model.x_TD.split(list(sizes))
     return [rank.forward(x_TD, step_id=step_id) for rank, x_TD in zip(ranks, parts, strict=True)]
 
@@ -163,7 +163,9 @@ def steps_of(ranks: Sequence[Rank], model: Model, sizes: Sequence[int], step_id:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("kind", "num_ranks"), [("contiguous", 2), ("random", 3), ("replicated", 4)])
-def test_any_placement_gives_the_bits_of_the_parts_on_one_rank(dtype: DType, kind: str, num_ranks: int) -> None:
+def test_any_placement_gives_the_bits_of_the_parts_on_one_rank(
+    dtype: DType, kind: str, num_ranks: int
+) -> None:
     model = native_model(dtype, 6, format="int8-g32" if num_ranks == 3 else None)
     expected_TD, chosen = in_parts(model)
     ranks = make_ranks(model, make_plan(kind, num_ranks), num_ranks)
@@ -188,7 +190,9 @@ def test_a_shared_expert_is_added_before_the_residual(dtype: DType) -> None:
 
 def test_weights_on_the_input_travel_with_the_jobs() -> None:
     model = native_model("float32", 4, "input")
-    y_TD = torch.cat(drive_ready(steps_of(make_ranks(model, make_plan("random", 3), 3), model, [131, 0, 129])))
+    y_TD = torch.cat(
+        drive_ready(steps_of(make_ranks(model, make_plan("random", 3), 3), model, [131, 0, 129]))
+    )
     assert num_different(y_TD, in_parts(model)[0]) == 0
     assert num_different(y_TD, in_parts(native_model("float32", 4))[0]) > y_TD.numel() // 2
 
@@ -208,7 +212,7 @@ def test_another_plan_before_every_step_takes_effect_and_moves_no_bit() -> None:
 
 
 def test_a_step_after_one_that_was_too_long_is_as_ever() -> None:
-    """What cannot begin is refused before anything is sent, and the next step of all ranks is not disturbed."""
+    """What cannot begin is refused before anything is sent; the next step of all ranks is undisturbed."""
     model = native_model("float32")
     ranks = make_ranks(model, make_plan("contiguous", 2), 2)
     with pytest.raises(ValueError, match=f"layer 1: {NUM_TOKENS + 1} tokens are more than the memory"):

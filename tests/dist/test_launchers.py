@@ -1,5 +1,7 @@
-"""The same rank started by torchrun, by hand, over a link between two hosts and by Ray: the tokens of one process,
-and no process left, whoever is killed."""
+"""The same rank started by torchrun, by hand, over a link between two hosts and by Ray.
+
+It gives the tokens of one process and leaves no process behind, whoever is killed.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,7 @@ def free_port() -> int:
 def test_torchrun_on_two_nodes_serves_the_tokens_of_one_process_and_ends_on_sigterm(
     alone: list[int], run: Run
 ) -> None:
-    """Two calls of torchrun with one process each; the signal comes while a request runs, which is finished."""
+    """Two calls of torchrun, one process each; the signal comes while a request runs, which is finished."""
     port = str(free_port())
     agents = [
         run.start(
@@ -185,10 +187,11 @@ def test_torchrun_on_two_nodes_serves_the_tokens_of_one_process_and_ends_on_sigt
 
 
 def test_a_killed_rank_is_named_and_ranks_end_with_a_killed_controller(alone: list[int], run: Run) -> None:
-    """Started by hand, as by any launcher that sets torchrun's variables: no store is there before rank 0's."""
+    """Started by hand, as by any launcher that sets torchrun's variables: rank 0's store is the first."""
     port = free_port()
     controller, other = (
-        run.start(sys.executable, "-c", SCRIPT, "{}", env=world(rank, 2, "127.0.0.1", port)) for rank in range(2)
+        run.start(sys.executable, "-c", SCRIPT, "{}", env=world(rank, 2, "127.0.0.1", port))
+        for rank in range(2)
     )
     assert json.loads(line_of(controller, run)) == alone
     other.kill()
@@ -206,7 +209,8 @@ def test_ranks_in_two_network_namespaces_give_the_tokens_of_one_process(alone: l
     with two_namespaces() as (names, host):
         controller, _ = (
             run.start(
-                *("ip", "netns", "exec", name, sys.executable, "-c", SCRIPT, options), env=world(rank, 2, host, 29500)
+                *("ip", "netns", "exec", name, sys.executable, "-c", SCRIPT, options),
+                env=world(rank, 2, host, 29500),
             )
             for rank, name in enumerate(names)
         )

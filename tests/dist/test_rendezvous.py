@@ -1,4 +1,4 @@
-"""Ranks that would not compute the same are refused before a weight is read; one that never comes is named."""
+"""Ranks that would not compute the same are refused before a weight is read, an absent one is named."""
 
 from __future__ import annotations
 

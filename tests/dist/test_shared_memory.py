@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fakes_ranks import drive_shuffled, in_turns, random_copies
-from ranks import run_ranks
-from test_gloo import bytes_of, parts_of
-from test_same_bits import (
+from moe_stack import (
     NUM_TOKENS,
     TOKENS_PER_RANK,
     World,
@@ -28,6 +26,8 @@ from test_same_bits import (
     on_one_rank,
     rank_steps,
 )
+from ranks import run_ranks
+from test_gloo import bytes_of, parts_of
 
 from moesaic.engine.layout import data_parallel
 from moesaic.errors import CapacityError, KernelUnavailable, PeerLost

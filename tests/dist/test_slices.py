@@ -1,8 +1,8 @@
 """Experts that are cut along their inner width over ranks: the bits of one rank, whoever has which slice.
 
-    slice of 2    0           1                rank 0 has slice 0 of expert 3, rank 2 slice 1 of it:
-    leaves        0  1        2  3             each sends the root of its leaves, in float32,
-    roots          01    +     23              and where the token is they are added by the tree
+slice of 2    0           1                rank 0 has slice 0 of expert 3, rank 2 slice 1 of it:
+leaves        0  1        2  3             each sends the root of its leaves, in float32,
+roots          01    +     23              and where the token is they are added by the tree
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import torch
 from fakes_ranks import drive_shuffled, in_turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
-from test_same_bits import (
+from moe_stack import (
     HEAD_BYTES,
     JOB_BYTES,
     NUM_TOKENS,
@@ -35,6 +34,7 @@ from test_same_bits import (
     random_model,
     spied_routings,
 )
+from ranks import run_ranks
 from torch import Tensor
 
 from moesaic.audit.layout_cells import Placement, make_plan
@@ -43,10 +43,9 @@ from moesaic.errors import ConfigError
 from moesaic.experts.blob import BlobLayout
 from moesaic.experts.contract import Routing
 from moesaic.experts.ffn import LoopFfn
-from moesaic.experts.router import Router
 from moesaic.experts.store import ExpertLoader, ResidentStore
 from moesaic.kernels import native
-from moesaic.kernels.ops import backends, choose
+from moesaic.kernels.ops import backends
 from moesaic.parallel.dispatch import exchange
 from moesaic.parallel.dispatch.exchange import Exchange
 from moesaic.parallel.dispatch.gathered import Gathered
@@ -302,7 +301,9 @@ def test_a_row_goes_once_to_a_rank_and_a_root_comes_back_for_each_slice() -> Non
     wires = MemoryWires(2)
     ranks = [make_rank(model, plan, wires.transport(i)) for i in range(2)]
     routings = spied_routings(World(wires=wires, sides=[rank.side for rank in ranks], plan=plan))
-    drive_ready([model.forward(rank.routed, part) for rank, part in zip(ranks, model.x_TD.split(130))])
+    drive_ready(
+        [model.forward(rank.routed, part) for rank, part in zip(ranks, model.x_TD.split(130), strict=True)]
+    )
     away = [(experts_TK < 8) == (rank == 1) for rank, experts_TK in routings]
     num_rows, num_jobs = sum(int(x.any(1).sum()) for x in away), 2 * sum(int(x.sum()) for x in away)
     traffic = [rank.side.transport.traffic for rank in ranks]
@@ -338,9 +339,7 @@ def test_as_many_bytes_travel_as_the_planner_prices() -> None:
     assert sent / (WIDTH * seam_bytes) == pytest.approx(expected, rel=0.01)
     returned = sum(int(rank.side.transport.traffic.collect_bytes[0]) for rank in ranks[1:])
     assert returned == num_heads * HEAD_BYTES + away * WIDTH * 4
-    priced = returned_bytes(
-        num_tokens, 4, num_ranks, WIDTH, result_bytes=seam_bytes, num_slices=num_slices
-    )
+    priced = returned_bytes(num_tokens, 4, num_ranks, WIDTH, result_bytes=seam_bytes, num_slices=num_slices)
     assert returned == pytest.approx(priced, rel=0.02)
 
 

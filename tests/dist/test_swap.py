@@ -1,4 +1,4 @@
-"""Where experts are may change while a model runs, and no bit changes: any choice of copies, any plan after another."""
+"""Where experts are may change while a model runs, and no bit does: any choice of copies, any next plan."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from test_same_bits import (
-    Model, make_side,
+from moe_stack import (
     NUM_EXPERTS,
     TOKENS_PER_RANK,
+    Model,
     World,
     make_model,
     make_plan,
+    make_side,
     num_different,
     on_one_rank,
     rank_steps,
 )
+from ranks import run_ranks
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from moesaic.parallel.dispatch.exchange import Exchange
-from moesaic.parallel.dispatch.two_level import TwoLevel
-from moesaic.parallel.transport import MemoryWires
-from moesaic.placement.choice import REPLICA_CHOICES, ReplicaChoice
 from moesaic.errors import PeerLost
 from moesaic.experts.blob import BlobLayout
 from moesaic.experts.contract import Tag
 from moesaic.experts.ffn import LoopFfn
 from moesaic.experts.store import ExpertLoader, held_experts
+from moesaic.parallel.dispatch.exchange import Exchange
 from moesaic.parallel.dispatch.staged import Staged
+from moesaic.parallel.dispatch.two_level import TwoLevel
 from moesaic.parallel.gloo import GlooTransport
 from moesaic.parallel.mesh import Mesh
 from moesaic.parallel.moves import PeerMoves, Placed
-from moesaic.parallel.transport import Transport
+from moesaic.parallel.transport import MemoryWires, Transport
+from moesaic.placement.choice import REPLICA_CHOICES, ReplicaChoice
 from moesaic.placement.plan import fetched
 from moesaic.spec.experts import ExpertPlan, contiguous_plan
 from moesaic.spec.numerics import DType
@@ -112,9 +112,7 @@ def make_rank(
 def next_plans(num_ranks: int, count: int) -> list[ExpertPlan]:
     """Legal plans that have little in common, of rising version."""
     kinds = ("random", "replicated", "contiguous")
-    return [
-        replace(make_plan(kinds[seed % 3], num_ranks, seed=seed), version=seed) for seed in range(count)
-    ]
+    return [replace(make_plan(kinds[seed % 3], num_ranks, seed=seed), version=seed) for seed in range(count)]
 
 
 @pytest.mark.parametrize(
