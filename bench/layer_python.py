@@ -115,8 +115,8 @@ def make_halves(level: str, over_ranks: bool) -> dict[str, FfnHalf | SparseHalf]
         if isinstance(routed, Fused):
             routed._layer._kernels = EMPTY
         else:
-            bound._bound.calls[0]._layer.begin = nothing
-    half._rooms.of(1, 0).routing.experts_TK.zero_()
+            bound._bound.calls[0].layer.begin = nothing
+    half._rooms.of(1, 0).routings[0].experts_TK.zero_()
     block = MoeBlock(moe_idx=0, router=router, routed=routed, shared=None)
     return {"parts": FfnHalf(layer_idx=0, norm=norm, ffn=block), "half": half}
 

@@ -172,7 +172,7 @@ def test_the_boundary_checks_the_call() -> None:
     ops = make_ops(LEVELS[-1], "float32", num_threads=1, shards=1, kv_format="float32")
     _, fused = make_halves(SPEC, ops, None)
     assert fused is not None
-    layer = fused._layer
+    layer = fused.layer
     spy = layer._kernels = Spy(layer._kernels)
     run(fused, SPEC, "float32", noise((100, HIDDEN), seed=3), [2])
     x_numbers, angles, key_bytes, value_bytes, kind, tokens, num_fresh, num_rows, num_ids = (
@@ -192,7 +192,7 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
     ops = make_ops(LEVELS[-1], "float32", num_threads=1, shards=1, kv_format="float32")
     _, fused = make_halves(SPEC, ops, None)
     assert fused is not None
-    native_layer = fused._layer._native
+    native_layer = fused.layer.native
     with pytest.raises(ValueError, match="weight z: weights are q, k, v and o"):
         native_layer.set_matrix("z", 1, 1, 1, 0, 0, False)
     with pytest.raises(ValueError, match="weight q: the weight has 12 bytes, its shape needs 16384"):

@@ -219,7 +219,7 @@ def test_another_plan_of_the_store_moves_no_bit_and_takes_effect() -> None:
     swapped = replace(plan, version=1, slot_expert=(plan.slot_expert[0][::-1].copy(),))
     drive([case.store.adopt(swapped)], 1.0)
     assert torch.equal(run(half, x_TD)[0], expected)
-    assert half._experts._table is case.store.table(LAYER)  # type: ignore[attr-defined]
+    assert half.experts._table is case.store.table(LAYER)  # type: ignore[attr-defined]
     case.store._tables[LAYER] = replace(case.store.table(LAYER), part_ids=(0, 1, 2, 3))
     assert not torch.equal(run(half, x_TD)[0], expected), "the control: names of experts exchanged"
 

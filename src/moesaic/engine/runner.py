@@ -55,10 +55,11 @@ class Runner:
 
     @torch.inference_mode()
     def logits(self, hidden_TD: Tensor, rows_B: IntArray) -> Float32Array:
-        """Logits of chosen rows.
+        """Logits of chosen rows, in ascending order.
 
         Shapes:  hidden_TD [T, D]; rows_B [B] int64; returns [B, V] float32.
         """
-        index_B = torch.from_numpy(np.ascontiguousarray(rows_B))
-        logits_BV: Float32Array = self._decoder.logits(hidden_TD[index_B]).contiguous().numpy()
+        if len(rows_B) < len(hidden_TD):
+            hidden_TD = hidden_TD.index_select(0, torch.from_numpy(np.ascontiguousarray(rows_B)))
+        logits_BV: Float32Array = self._decoder.logits(hidden_TD).contiguous().numpy()
         return logits_BV

@@ -55,6 +55,14 @@ class KvPool:
         tensors = (tensor for pair in self._tensors.values() for tensor in pair if tensor is not None)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    def tensors(self, layer_idx: int) -> tuple[Tensor, Tensor | None]:
+        """A layer's keys and values, or its states and tails; the same as long as the pool lives."""
+        return self._tensors[layer_idx]
+
+    def group_of(self, layer_idx: int) -> int:
+        """Which of `groups` a layer belongs to, and which of a batch's `places` are its own."""
+        return self._group_of[layer_idx]
+
     def view(self, layer_idx: int, batch: BatchLayout) -> KvView | StateView:
         """What a layer's mixer reads and writes in a step."""
         first, second = self._tensors[layer_idx]
@@ -92,7 +100,14 @@ class BatchLayout:
     """
 
     positions_T: Tensor
+    num_positions: int  # one more than the last of them; 0: there are no tokens
     places: tuple[KvPlaces | StatePlaces, ...]  # one per cache group
+
+    def kv_places(self, group_idx: int) -> KvPlaces:
+        """Of a group that keeps keys and values."""
+        places = self.places[group_idx]
+        assert isinstance(places, KvPlaces), "a group of states has no blocks"
+        return places
 
     @classmethod
     def of(cls, rows: Sequence[RowPlan], pool: KvPool) -> BatchLayout:
@@ -104,6 +119,7 @@ class BatchLayout:
             positions.extend(range(row.start_idx, row.start_idx + row.num_tokens))
         return cls(
             positions_T=torch.tensor(positions, dtype=torch.int64),
+            num_positions=max(positions, default=-1) + 1,
             places=tuple(
                 _state_places(rows, first_rows)
                 if group.kind == "state"

@@ -242,7 +242,7 @@ class GqaAttention:
             head_norm_eps=norm.eps if self._q_norm is None else self._q_norm.eps,
             sinks_H=attend.sinks_H,
         )
-        return FusedGqa(layer, self._rope)
+        return FusedGqa(layer, self._rope, ops)
 
     def _heads(self, x_TF: Tensor, norm: RmsNorm | None, own: slice | None = None) -> Tensor:
         """A projection as heads [T, H, C], normed over all heads or each, then clipped; `own` are taken out.
@@ -263,15 +263,16 @@ class GqaAttention:
 class FusedGqa:
     """x + attention(norm(x)) in one native call: bit for bit what its parts give one after the other."""
 
-    def __init__(self, layer: GqaLayer, rope: RopeTable | None) -> None:
-        self._layer = layer
-        self._rope = rope
+    def __init__(self, layer: GqaLayer, rope: RopeTable | None, ops: NativeOps) -> None:
+        self.layer = layer
+        self.rope = rope
+        self.ops = ops  # whose call it is
 
     def forward(self, x_TD: Tensor, positions_T: Tensor, view: KvView, micro_batch: int = 0) -> Steps[Tensor]:
         """The residual stream after it, in the seam dtype; never waits."""
         yield from ()
-        cos_TC, sin_TC = (None, None) if self._rope is None else self._rope.at(positions_T)
-        return self._layer(x_TD, cos_TC, sin_TC, view)
+        cos_TC, sin_TC = (None, None) if self.rope is None else self.rope.at(positions_T)
+        return self.layer(x_TD, cos_TC, sin_TC, view)
 
 
 def _check(spec: GqaSpec) -> None:

@@ -46,6 +46,11 @@ class RopeTable:
         self._last = (positions_T, cos_TC, sin_TC)
         return cos_TC, sin_TC
 
+    def rows(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions 0 .. num_positions - 1 and maybe more: [n, dim / 2] float32."""
+        self._grow(num_positions)
+        return self._cos, self._sin
+
     def rotate(self, x_THC: Tensor, positions_T: Tensor, ops: Ops) -> Tensor:
         """`x_THC` with its first `spec.dim` columns turned to their positions."""
         cos_TC, sin_TC = self.at(positions_T)

@@ -14,6 +14,7 @@ from moesaic.kernels.panel import Weight
 from moesaic.kv.pool import BatchLayout, KvPool
 from moesaic.layers.attention import FusedGqa
 from moesaic.models.moe_block import Dense, MoeBlock, Norm
+from moesaic.models.stack import FusedLayerHalves, LayerStack
 from moesaic.steps import Steps
 
 
@@ -97,6 +98,8 @@ class Head:
 class Decoder:
     """Token ids to hidden states, and hidden states to logits.
 
+    Consecutive layers whose halves are native calls go as one call, a `LayerStack`: the bits are the same.
+
     Shapes:  embedding_VD [V, D], the head's own weight where the two are tied, unless that is rounded.
     """
 
@@ -115,6 +118,16 @@ class Decoder:
         self.head = head
         self.embedding_scale = embedding_scale
 
+    @property
+    def layers(self) -> tuple[DecoderLayer, ...]:
+        """One by one, whatever calls they are part of."""
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: tuple[DecoderLayer, ...]) -> None:
+        self._layers = layers
+        self._parts = _parts(layers)
+
     def forward(
         self, tokens_T: Tensor, batch: BatchLayout, pool: KvPool, tag: Tag, observe: Observe | None = None
     ) -> Steps[Tensor]:
@@ -122,20 +135,52 @@ class Decoder:
 
         Shapes:  tokens_T [T] int64; returns hidden_TD [T, D] in the seam dtype.
         """
-        x_TD = _scaled(self.embedding_VD[tokens_T], self.embedding_scale)
-        for layer_idx, layer in enumerate(self.layers):
-            if layer.mixer is not None:
-                view: Any = pool.view(layer_idx, batch)
-                x_TD = yield from layer.mixer.forward(x_TD, batch.positions_T, view, tag.micro_batch)
-            if layer.ffn is not None:
-                x_TD = yield from layer.ffn.forward(x_TD, tag, observe)
-            if layer.scale is not None:
-                x_TD = x_TD * layer.scale
+        x_TD = _scaled(self.embedding_VD.index_select(0, tokens_T), self.embedding_scale)
+        for part in self._parts:
+            x_TD = yield from part.forward(x_TD, batch, pool, tag, observe)
         return self.norm(x_TD)
 
     def logits(self, hidden_BD: Tensor) -> Tensor:
         """logits_BV [B, V] float32 of the rows that are to be sampled."""
         return self.head(hidden_BD)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _OneLayer:
+    """A layer by itself, half by half."""
+
+    layer_idx: int
+    layer: DecoderLayer
+
+    def forward(
+        self, x_TD: Tensor, batch: BatchLayout, pool: KvPool, tag: Tag, observe: Observe | None
+    ) -> Steps[Tensor]:
+        """The residual stream after it."""
+        layer = self.layer
+        if layer.mixer is not None:
+            view: Any = pool.view(self.layer_idx, batch)
+            x_TD = yield from layer.mixer.forward(x_TD, batch.positions_T, view, tag.micro_batch)
+        if layer.ffn is not None:
+            x_TD = yield from layer.ffn.forward(x_TD, tag, observe)
+        return x_TD if layer.scale is None else x_TD * layer.scale
+
+
+def _parts(layers: Sequence[DecoderLayer]) -> list[_OneLayer | LayerStack]:
+    """Runs of layers that one call can have, and the others one by one."""
+    parts: list[_OneLayer | LayerStack] = []
+    run: list[FusedLayerHalves] = []
+    for layer_idx, layer in enumerate(layers):
+        halves = None
+        if layer.scale is None:
+            halves = FusedLayerHalves.of(layer_idx, layer.mixer, layer.ffn)
+        if run and (halves is None or not halves.follows(run[-1])):
+            parts.append(LayerStack(run))
+            run = []
+        if halves is None:
+            parts.append(_OneLayer(layer_idx=layer_idx, layer=layer))
+        else:
+            run.append(halves)
+    return [*parts, LayerStack(run)] if run else parts
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

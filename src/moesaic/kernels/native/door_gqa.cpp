@@ -10,36 +10,11 @@
 
 #include "check.hpp"
 #include "doors.hpp"
+#include "gqa.hpp"
 
 namespace nb = nanobind;
 
 namespace moesaic {
-
-// The parameters of one layer, checked when they are given; the caller owns them.
-struct GqaLayer {
-  struct Scale {  // of a norm
-    const void* weight = nullptr;
-    Kind kind = Kind::kFloat32;
-  };
-
-  std::string name;
-  int64_t width, heads, groups, head_width;  // D, H, G, C
-  bool is_normed_whole;                      // queries and keys over all heads, not head by head
-  float norm_eps, head_norm_eps;
-  int64_t half;                              // pairs of columns that turn
-  bool is_interleaved;
-  int64_t kv_block, kv_lanes, window;
-  bool is_chunked;
-  float softmax_scale;
-  const float* sinks;
-  Kind seam;
-  Scale norm, q_norm, k_norm;
-  Matrix q{}, k{}, v{}, o{};
-
-  int64_t q_width() const { return heads * head_width; }
-  int64_t k_width() const { return groups * head_width; }
-};
-
 namespace {
 
 constexpr int64_t kAddedNumbers = 64 * 1024;  // guess: of a task, some 10 us
@@ -99,58 +74,74 @@ const uint8_t* turned(Kernels& kernels, const GqaLayer& layer, const GqaLayer::S
   return to;
 }
 
-void gqa(Kernels& kernels, const GqaLayer& layer, uintptr_t x, int64_t x_numbers, uintptr_t y, uintptr_t cosines,
-         uintptr_t sines, int64_t angles, uintptr_t keys, int64_t key_bytes, uintptr_t values, int64_t value_bytes,
-         int64_t pool_kind, uintptr_t slots, int64_t num_tokens, uintptr_t fresh, int64_t num_fresh, uintptr_t rows,
-         int64_t num_rows, uintptr_t ids, int64_t num_ids) {
+}  // namespace
+
+void run_gqa(Kernels& kernels, const GqaLayer& layer, const GqaCall& call) {
+  const KvStep& step = call.step;
+  const KvPools& pools = call.pools;
+  const int64_t num_tokens = step.num_tokens;
   check_size(layer.name, "tokens", num_tokens);
-  if (x_numbers != num_tokens * layer.width)
-    fail(layer.name, "x has " + std::to_string(x_numbers) + " numbers, " + std::to_string(num_tokens) + " rows of " +
-                         std::to_string(layer.width) + " have " + std::to_string(num_tokens * layer.width));
-  if (layer.half > 0 && angles != num_tokens * layer.half)
-    fail(layer.name, std::to_string(angles) + " cosines for " + std::to_string(num_tokens) + " rows of " +
+  if (call.x_numbers != num_tokens * layer.width)
+    fail(layer.name, "x has " + std::to_string(call.x_numbers) + " numbers, " + std::to_string(num_tokens) +
+                         " rows of " + std::to_string(layer.width) + " have " +
+                         std::to_string(num_tokens * layer.width));
+  if (layer.half > 0 && call.angles != num_tokens * layer.half)
+    fail(layer.name, std::to_string(call.angles) + " cosines for " + std::to_string(num_tokens) + " rows of " +
                          std::to_string(layer.half));
-  if (pool_kind < 0 || pool_kind > 3) fail(layer.name, "a pool's kind is 0 to 3, got " + std::to_string(pool_kind));
+  if (pools.kind < 0 || pools.kind > 3)
+    fail(layer.name, "a pool's kind is 0 to 3, got " + std::to_string(pools.kind));
   for (const Matrix* matrix : {&layer.q, &layer.k, &layer.v, &layer.o})
     if (matrix->data == nullptr) fail(layer.name, "not all of q, k, v and o were given");
   if (num_tokens == 0) return;
-  if (x == 0 || y == 0 || keys == 0 || values == 0 || (layer.half > 0 && (cosines == 0 || sines == 0)))
+  if (call.x == 0 || call.y == 0 || pools.keys == 0 || pools.values == 0 ||
+      (layer.half > 0 && (call.cosines == 0 || call.sines == 0)))
     fail(layer.name, "a tensor has no storage");
   const Room room = room_of(layer, num_tokens);
   const Kind seam = layer.seam;
-  const void* of_x = reinterpret_cast<const void*>(x);
-  run_norm(kernels, {of_x, layer.norm.weight, nullptr, room.normed, num_tokens, layer.width, layer.norm_eps,
+  const void* x = reinterpret_cast<const void*>(call.x);
+  run_norm(kernels, {x, layer.norm.weight, nullptr, room.normed, num_tokens, layer.width, layer.norm_eps,
                      NormKind::kRms, seam, layer.norm.kind, seam});
   const Linear inputs[] = {{layer.q, room.normed, room.q, num_tokens, seam, seam},
                            {layer.k, room.normed, room.k, num_tokens, seam, seam},
                            {layer.v, room.normed, room.v, num_tokens, seam, seam}};
   run_linears(kernels, inputs, 3);
-  const float *cos = reinterpret_cast<const float*>(cosines), *sin = reinterpret_cast<const float*>(sines);
+  const float *cos = reinterpret_cast<const float*>(call.cosines), *sin = reinterpret_cast<const float*>(call.sines);
   const uint8_t* q = turned(kernels, layer, layer.q_norm, num_tokens, layer.heads, cos, sin, room.q, room.q_normed,
                             room.q_turned);
   const uint8_t* k = turned(kernels, layer, layer.k_norm, num_tokens, layer.groups, cos, sin, room.k, room.k_normed,
                             room.k_turned);
-  const KvStep step{rows, num_rows, ids, num_ids, num_tokens, fresh, num_fresh};
-  const KvKind kind = static_cast<KvKind>(pool_kind);
+  const KvKind kind = static_cast<KvKind>(pools.kind);
   const auto write = [&](const uint8_t* from, uintptr_t pool, int64_t pool_bytes) {
     run_kv_write(kernels,
-                 {from, reinterpret_cast<uint8_t*>(pool), reinterpret_cast<const int64_t*>(slots), num_tokens,
+                 {from, reinterpret_cast<uint8_t*>(pool), reinterpret_cast<const int64_t*>(call.slots), num_tokens,
                   layer.groups, layer.head_width, layer.kv_block, seam, kind},
                  pool_bytes, step);
   };
-  write(k, keys, key_bytes);
-  write(room.v, values, value_bytes);
+  write(k, pools.keys, pools.key_bytes);
+  write(room.v, pools.values, pools.value_bytes);
   run_attention(kernels,
-                {q, reinterpret_cast<const uint8_t*>(keys), reinterpret_cast<const uint8_t*>(values), layer.sinks,
-                 room.attended, layer.heads, layer.groups, layer.head_width, layer.head_width, layer.head_width,
-                 layer.kv_block, layer.kv_lanes, layer.window, layer.is_chunked, layer.softmax_scale, seam, kind},
-                key_bytes, value_bytes, step);
+                {q, reinterpret_cast<const uint8_t*>(pools.keys), reinterpret_cast<const uint8_t*>(pools.values),
+                 layer.sinks, room.attended, layer.heads, layer.groups, layer.head_width, layer.head_width,
+                 layer.head_width, layer.kv_block, layer.kv_lanes, layer.window, layer.is_chunked,
+                 layer.softmax_scale, seam, kind},
+                pools.key_bytes, pools.value_bytes, step);
   const Linear output{layer.o, room.attended, room.out, num_tokens, seam, seam};
   run_linears(kernels, &output, 1);
-  Sum sum{kernels.table, of_x, room.out, reinterpret_cast<void*>(y), seam, x_numbers};
-  if (x_numbers <= kAddedNumbers) return add_task(&sum, 0);
+  Sum sum{kernels.table, x, room.out, reinterpret_cast<void*>(call.y), seam, call.x_numbers};
+  if (call.x_numbers <= kAddedNumbers) return add_task(&sum, 0);
   std::lock_guard<std::mutex> turn(kernels.turn);
-  kernels.team.run((x_numbers + kAddedNumbers - 1) / kAddedNumbers, add_task, &sum);
+  kernels.team.run((call.x_numbers + kAddedNumbers - 1) / kAddedNumbers, add_task, &sum);
+}
+
+namespace {
+
+void gqa(Kernels& kernels, const GqaLayer& layer, uintptr_t x, int64_t x_numbers, uintptr_t y, uintptr_t cosines,
+         uintptr_t sines, int64_t angles, uintptr_t keys, int64_t key_bytes, uintptr_t values, int64_t value_bytes,
+         int64_t pool_kind, uintptr_t slots, int64_t num_tokens, uintptr_t fresh, int64_t num_fresh, uintptr_t rows,
+         int64_t num_rows, uintptr_t ids, int64_t num_ids) {
+  run_gqa(kernels, layer,
+          {x, x_numbers, y, cosines, sines, angles, {keys, key_bytes, values, value_bytes, pool_kind}, slots,
+           {rows, num_rows, ids, num_ids, num_tokens, fresh, num_fresh}});
 }
 
 void make_layer(GqaLayer* self, int64_t layer_idx, int64_t width, int64_t heads, int64_t groups, int64_t head_width,

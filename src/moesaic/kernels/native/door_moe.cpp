@@ -263,7 +263,8 @@ void moe(Kernels& kernels, const MoeLayer& layer, uintptr_t x, int64_t num_x, ui
           reinterpret_cast<const float*>(weights), {}, reinterpret_cast<void*>(y), num_tokens, timeout_s);
 }
 
-// y = x + experts(norm(x)), the shared expert among them: the sparse half of a layer. Writes what was chosen, [T, K] each.
+}  // namespace
+
 void moe_half(Kernels& kernels, const RouterLayer& router, const SharedLayer* shared, const MoeLayer& layer,
               uintptr_t x, int64_t num_x, uintptr_t experts, uintptr_t weights, uintptr_t y, int64_t num_tokens, double timeout_s) {
   check_fit(router, shared, layer);
@@ -283,6 +284,8 @@ void moe_half(Kernels& kernels, const RouterLayer& router, const SharedLayer* sh
   run_moe(kernels, layer, rows.normed, rows.experts, rows.weights, {{of_shared, of_x}}, reinterpret_cast<void*>(y), num_tokens,
           timeout_s);
 }
+
+namespace {
 
 const void* check_bias(const std::string& name, const Matrix& weight, uintptr_t bias, int64_t num_bytes) {
   const int64_t expected = weight.columns * (weight.is_packed() ? 4 : bytes_of(weight.kind));

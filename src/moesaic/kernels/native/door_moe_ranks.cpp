@@ -511,10 +511,16 @@ void make_layer(RankLayer* self, MoeRanks& ranks, const RouterLayer* router, con
   new (self) RankLayer{ranks, router, shared, layer, slots, first};
 }
 
-// With a router `experts` and `weights` are written, and y = x + experts(norm(x)), the shared one among them; else they are
-// read.
-bool begin(RankLayer& self, uintptr_t x, int64_t num_x, uintptr_t experts, uintptr_t weights, uintptr_t y,
-           int64_t num_tokens, int64_t epoch, int64_t plan_version, int64_t step_id, double timeout_s) {
+}  // namespace
+
+bool advance_turn(MoeRanks& ranks, double timeout_s) {
+  const Clock::time_point deadline = deadline_of(timeout_s);
+  std::lock_guard<std::mutex> turn(ranks.kernels().turn);
+  return ranks.advance(deadline);
+}
+
+bool begin_turn(RankLayer& self, uintptr_t x, int64_t num_x, uintptr_t experts, uintptr_t weights, uintptr_t y,
+                int64_t num_tokens, int64_t epoch, int64_t plan_version, int64_t step_id, double timeout_s) {
   const std::string name = self.layer.name();
   check_size(name, "tokens", num_tokens);
   check_size(name, "choices of all tokens", num_tokens * self.layer.num_choices);
@@ -542,19 +548,13 @@ bool begin(RankLayer& self, uintptr_t x, int64_t num_x, uintptr_t experts, uintp
   return self.ranks.advance(deadline);
 }
 
-}  // namespace
-
 void bind_moe_ranks(nb::module_& module) {
   nb::class_<SlotTable>(module, "SlotTable")
       .def("__init__", make_table, nb::arg("num_experts"), nb::arg("slots"), nb::arg("rank_of"), nb::arg("num_ranks"));
   nb::class_<MoeRanks>(module, "MoeRanks")
       .def("__init__", make_ranks, nb::arg("kernels"), nb::arg("wire"), nb::arg("lane"), nb::arg("max_choices"),
            nb::arg("sent"), nb::arg("returned"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
-      .def("advance", [](MoeRanks& self, double timeout_s) {
-        const Clock::time_point deadline = deadline_of(timeout_s);
-        std::lock_guard<std::mutex> turn(self.kernels().turn);
-        return self.advance(deadline);
-      }, nb::call_guard<nb::gil_scoped_release>(), nb::arg("timeout_s"))
+      .def("advance", advance_turn, nb::call_guard<nb::gil_scoped_release>(), nb::arg("timeout_s"))
       .def("late", [](const MoeRanks& self) {
         const MoeRanks::Late late = self.late();
         return std::make_tuple(late.rank, std::string(late.stage));
@@ -566,7 +566,7 @@ void bind_moe_ranks(nb::module_& module) {
       .def("__init__", make_layer, nb::arg("ranks"), nb::arg("router").none(), nb::arg("shared").none(),
            nb::arg("layer"), nb::arg("slots"), nb::arg("first"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
            nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
-      .def("begin", begin, nb::call_guard<nb::gil_scoped_release>(), nb::arg("x"), nb::arg("num_x"),
+      .def("begin", begin_turn, nb::call_guard<nb::gil_scoped_release>(), nb::arg("x"), nb::arg("num_x"),
            nb::arg("experts"), nb::arg("weights"), nb::arg("y"), nb::arg("num_tokens"), nb::arg("epoch"),
            nb::arg("plan_version"), nb::arg("step_id"), nb::arg("timeout_s"));
 }

@@ -38,6 +38,7 @@ void bind_moe(nanobind::module_& module, nanobind::class_<Kernels>& kernels);
 void bind_moe_ranks(nanobind::module_& module);
 void bind_router(nanobind::module_& module);
 void bind_shared(nanobind::module_& module);
+void bind_stack(nanobind::module_& module);
 void bind_wire(nanobind::module_& module);
 
 }  // namespace moesaic

@@ -46,7 +46,7 @@ class GqaLayer:
         self._seam = torch_dtype(numerics.seam_dtype)
         self._kept = (dict(weights), dict(norms), sinks_H)
         check_shards(weights["o"], numerics.matmul_shards)
-        self._native = compiled.GqaLayer(
+        self.native = compiled.GqaLayer(
             layer_idx=layer_idx,
             width=weights["o"].shape[0],
             heads=spec.num_heads,
@@ -67,10 +67,10 @@ class GqaLayer:
         )
         for name, weight in weights.items():
             shards = numerics.matmul_shards if name == "o" else 1
-            self._native.set_matrix(name, *matrix_of(weight, shards, self._seam))
+            self.native.set_matrix(name, *matrix_of(weight, shards, self._seam))
         for name, norm in norms.items():
             assert norm.is_contiguous(), "the weight of a norm has no gaps"
-            self._native.set_norm(name, norm.data_ptr(), norm.numel(), norm.dtype == torch.bfloat16)
+            self.native.set_norm(name, norm.data_ptr(), norm.numel(), norm.dtype == torch.bfloat16)
 
     def __call__(self, x_TD: Tensor, cos_TC: Tensor | None, sin_TC: Tensor | None, view: KvView) -> Tensor:
         """The residual stream after the layer's attention; writes the step's keys and values first.
@@ -84,7 +84,7 @@ class GqaLayer:
         x_TD = x_TD.contiguous()
         y_TD = torch.empty_like(x_TD)
         self._kernels.gqa(
-            self._native,
+            self.native,
             x_TD.data_ptr(),
             x_TD.numel(),
             y_TD.data_ptr(),

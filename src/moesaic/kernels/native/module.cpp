@@ -46,6 +46,7 @@ NB_MODULE(_native, m) {
   moesaic::bind_moe(m, kernels);
   moesaic::bind_wire(m);
   moesaic::bind_moe_ranks(m);
+  moesaic::bind_stack(m);
   nb::class_<Reader>(m, "Reader")
       .def("__init__", [](Reader* self, uintptr_t address, int64_t num_bytes, int num_threads) {
         new (self) Reader(address, num_bytes, moesaic::check_threads(num_threads));

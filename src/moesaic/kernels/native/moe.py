@@ -46,7 +46,7 @@ class ExpertTensors(Protocol):
 class MoeCounts:
     """What the fused calls of one `NativeOps` did, since it was made."""
 
-    launches: int
+    launches: int  # one a layer, whatever call it is part of
     jobs: int
     weight_bytes: int  # of the distinct experts of each call, biases too
 
@@ -120,7 +120,7 @@ class MoeLayer:
                 timeout_s,
             )
         except TimeoutError as error:
-            raise _timed_out(error, self, x_TD, experts_TK, weights_TK, y_TD) from error
+            raise timed_out(error, self, x_TD, experts_TK, weights_TK, y_TD) from error
         return y_TD
 
     def half(
@@ -157,11 +157,26 @@ class MoeLayer:
                 timeout_s,
             )
         except TimeoutError as error:
-            raise _timed_out(error, self, router, shared, x_TD, experts_TK, weights_TK, y_TD) from error
+            raise timed_out(error, self, router, shared, x_TD, experts_TK, weights_TK, y_TD) from error
         return y_TD
 
 
-def _timed_out(error: TimeoutError, *used: object) -> KernelTimeout:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HalfLayer:
+    """A sparse half whose experts are all here, for a call of whole layers."""
+
+    router: RouterLayer
+    shared: SharedLayer | None
+    experts: MoeLayer
+
+    @property
+    def native(self) -> tuple[Any, Any, Any]:
+        """What the kernels take."""
+        shared = None if self.shared is None else self.shared.native
+        return self.router.native, shared, self.experts.native
+
+
+def timed_out(error: TimeoutError, *used: object) -> KernelTimeout:
     """The error for kernels that hang; what they may still use is never freed."""
     _kept.append(used)
     return KernelTimeout(f"{error}; its threads may still run, so these kernels stop here")

@@ -41,6 +41,11 @@ inline int64_t column_bytes(const Matrix& weight) {
 // Whether router and shared expert, null where there is none, are of the layer that these experts are of.
 void check_fit(const RouterLayer& router, const SharedLayer* shared, const MoeLayer& layer);
 
+// y = x + experts(norm(x)), the shared expert among them: the sparse half of a layer, all of whose experts are here. Writes
+// what was chosen, [T, K] each. All but addresses is checked; what does not end in time throws.
+void moe_half(Kernels& kernels, const RouterLayer& router, const SharedLayer* shared, const MoeLayer& layer, uintptr_t x,
+              int64_t num_x, uintptr_t experts, uintptr_t weights, uintptr_t y, int64_t num_tokens, double timeout_s);
+
 // What a result is added to, one after the other and each time rounded: the shared expert's, the residual; null: nothing.
 struct Added {
   const void* rows[2];  // [T, D]

@@ -173,4 +173,11 @@ struct RankLayer {
   int64_t first;
 };
 
+// A turn of a layer; whether it was over in time. With a router `experts` and `weights`, [T, K] each, are written, and
+// y = x + experts(norm(x)), the shared one among them; else they are read. All but addresses is checked.
+bool begin_turn(RankLayer& layer, uintptr_t x, int64_t num_x, uintptr_t experts, uintptr_t weights, uintptr_t y,
+                int64_t num_tokens, int64_t epoch, int64_t plan_version, int64_t step_id, double timeout_s);
+// Goes on with a turn that was not over.
+bool advance_turn(MoeRanks& ranks, double timeout_s);
+
 }  // namespace moesaic

@@ -21,7 +21,7 @@ Counters = np.ndarray[Any, np.dtype[np.int64]]
 class RankCounts:
     """What the calls of one lane did, since it was made. Time beside sending and waiting is computing."""
 
-    launches: int
+    launches: int  # one a layer, whatever call it is part of
     jobs: int  # of this rank's experts
     weight_bytes: int  # once for each time a slot was opened, biases too
     send_s: float  # sorting jobs, writing rows and results for others
@@ -106,7 +106,7 @@ class RankLayer:
         first: int,
     ) -> None:
         self._kept = (router, shared, experts)  # whose weights the call reads
-        self._native = compiled.RankLayer(
+        self.native = compiled.RankLayer(
             lane,
             None if router is None else router.native,
             None if shared is None else shared.native,
@@ -114,4 +114,4 @@ class RankLayer:
             slots,
             first,
         )
-        self.begin = self._native.begin
+        self.begin = self.native.begin

@@ -23,6 +23,7 @@ from moesaic.kernels.native.moe import ExpertTensors, MoeCounts, MoeLayer
 from moesaic.kernels.native.moe_ranks import Counters, RankLane
 from moesaic.kernels.native.router import RouterLayer
 from moesaic.kernels.native.shared import SharedLayer
+from moesaic.kernels.native.stack import NativeStack, StackLayer
 from moesaic.kernels.panel import PanelWeight, Weight
 from moesaic.kernels.reference import ReferenceOps
 from moesaic.kernels.state_view import StateView
@@ -191,6 +192,13 @@ class NativeOps(ReferenceOps):
             head_norm_eps=head_norm_eps,
             sinks_H=sinks_H,
         )
+
+    def layer_stack(self, layers: Sequence[StackLayer], num_places: int, num_ropes: int) -> NativeStack:
+        """Consecutive layers as one call; a step brings so many places and rotations.
+
+        Raises: ValueError as `NativeStack`.
+        """
+        return NativeStack(self._compiled, self._kernels, layers, num_places, num_ropes)
 
     @property
     def moe_counts(self) -> MoeCounts:

@@ -36,6 +36,7 @@ class Following:
         self._group_id = group_id
         self._replica_choice = replica_choice
         self._loads: Sequence[IntArray] | None = None
+        self.num_placed = 0  # how often tables were made anew
         self._place(plan, slots)
 
     def adopt(self, plan: ExpertPlan) -> None:
@@ -66,3 +67,4 @@ class Following:
             loads=self._loads,
         )
         self._plan, self._num_slices = plan, plan.num_slices
+        self.num_placed += 1

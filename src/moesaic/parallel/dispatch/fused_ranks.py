@@ -133,11 +133,20 @@ class FusedLayer(RoutedExperts):
         yield call
         return y_TD
 
-    def half(self, moe_idx: int, router: RouterLayer, shared: SharedLayer | None = None) -> SparseHalf | None:
+    def half(
+        self, moe_idx: int, router: RouterLayer, shared: SharedLayer | None = None
+    ) -> FusedRanksHalf | None:
         """The layer's sparse half in one call; None where rows are rounded before experts take them."""
         if self._is_rounded:
             return None
-        return _FusedRanksHalf(self, moe_idx, router, shared, self._spec)
+        return FusedRanksHalf(self, moe_idx, router, shared, self._spec)
+
+    def count(self, num_jobs: int) -> None:
+        """Nothing to tell: lanes count their jobs."""
+
+    def held(self) -> tuple[int, int]:
+        """What changes with the plan of store or dispatcher, for whoever keeps layers of several calls."""
+        return self._store.num_adopted, self._ranks.num_placed
 
     def holds(self, bound: _Bound) -> bool:
         """Whether the plan is still the one that calls were bound under."""
@@ -172,38 +181,43 @@ class _Bound:
     slots: LayerTable
 
 
-class _FusedRanksHalf(SparseHalf):
+class FusedRanksHalf(SparseHalf):
     """Bit for bit what its parts give one after the other."""
 
     def __init__(
         self,
-        layer: FusedLayer,
+        experts: FusedLayer,
         moe_idx: int,
         router: RouterLayer,
         shared: SharedLayer | None,
         spec: MoeSpec,
     ) -> None:
-        self._layer = layer
-        self._moe_idx = moe_idx
+        self.experts = experts
+        self.moe_idx = moe_idx
+        self.spec = spec
         self._parts = router, shared
-        self._width = spec.row_width
         self._rooms = Rooms(spec.experts_per_token)
-        self._bound = layer.bind(router, shared)
+        self._bound = experts.bind(router, shared)
 
     def forward(self, x_TD: Tensor, tag: Tag, observe: Observe | None) -> Steps[Tensor]:
         """The residual stream after it, in the seam dtype."""
-        if not self._layer.holds(self._bound):
-            self._bound = self._layer.bind(*self._parts)
-        micro_batch = tag.micro_batch
-        room = self._rooms.of(
-            x_TD.numel() // self._width, micro_batch
-        )  # a tensor's len takes ten times as long
-        call = self._bound.calls[micro_batch]
+        num_tokens = x_TD.numel() // self.spec.row_width  # a tensor's len takes ten times as long
+        room = self._rooms.of(num_tokens, tag.micro_batch)
+        call = self._call(tag.micro_batch)
         y_TD = call.start(x_TD, room, tag)
         yield call
         if observe is not None:
-            observe(self._moe_idx, room.routing)
+            observe(self.moe_idx, room.routings[0])
         return y_TD
+
+    def native(self, micro_batch: int) -> RankLayer:
+        """The half under the plan that holds now, for a call of whole layers."""
+        return self._call(micro_batch).layer
+
+    def _call(self, micro_batch: int) -> _Call:
+        if not self.experts.holds(self._bound):
+            self._bound = self.experts.bind(*self._parts)
+        return self._bound.calls[micro_batch]
 
 
 class _Call(Wait):
@@ -212,7 +226,7 @@ class _Call(Wait):
 
     def __init__(self, lane: RankLane, layer: RankLayer, layer_idx: int, seam: torch.dtype) -> None:
         self._lane = lane
-        self._layer = layer
+        self.layer = layer
         self._layer_idx = layer_idx
         self._seam = seam
         self._held: tuple[Tensor, Room, Tensor, Tag] | None = None  # the call has their addresses
@@ -244,7 +258,7 @@ class _Call(Wait):
             return True
         if self._is_over is None:
             x_TD, room, y_TD, tag = self._held
-            self._is_over = self._layer.begin(
+            self._is_over = self.layer.begin(
                 x_TD.data_ptr(),
                 x_TD.numel(),
                 room.experts,
