@@ -14,7 +14,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from moesaic.audit import layout_cells, layouts
-from moesaic.audit.layout_cells import Matrix
+from moesaic.audit.layout_cells import Matrix, Refused
 from moesaic.audit.layout_trace import MIN_ROWS, Trace, compare, make_work, run_ranks
 from moesaic.audit.layouts import LayoutVerification, dump_json, need_bytes, verify_layouts
 from moesaic.cli.main import build_app
@@ -165,6 +165,8 @@ def test_a_layout_that_was_not_run_is_missed(eight: Path) -> None:
         seconds=0.0,
     )
     assert empty.failures == ("3 layouts were expected, 0 run and 0 refused",)
+    none = replace(empty, expected=1, refused=(Refused(name="leaves", reason="so it is"),))
+    assert none.failures == ("every layout was refused, so none was compared",)
 
 
 def test_the_first_bit_that_differs_is_found() -> None:
@@ -251,6 +253,7 @@ def test_states_windows_sinks_weighted_inputs_and_branches(tmp_path: Path, famil
     found = run(write_checkpoint(tmp_path, CONFIGS[family](), dtype=torch.bfloat16))
     assert found.failures == ()
     assert found.negative_control_caught is not False
+    assert {one.ranks for one in found.layouts} == {1, 2, 3, 4}
 
 
 @pytest.mark.long

@@ -105,6 +105,8 @@ class LayoutVerification:
             for one in self.layouts
             if not one.bit_identical
         ]
+        if self.refused and not self.layouts:
+            found.append("every layout was refused, so none was compared")
         found += [f"{name} was not noticed: the comparison proves nothing" for name in self.missed_controls]
         if self.expected != len(self.layouts) + len(self.refused):
             found.append(

@@ -136,7 +136,10 @@ class TensorSplit:
         elif isinstance(mixer, MlaSpec):
             mixer = replace(mixer, num_heads=len(self.part(mixer.num_heads, "heads")))
         elif mixer is not None:
-            raise ConfigError("recurrent mixers are not split over tp ranks; use dp in place of tp")
+            raise ConfigError(
+                f"recurrent mixers are not split, and tp is {self.size}: use ranks with requests of their "
+                "own (--ranks without --tp)"
+            )
         if isinstance(ffn, DenseSpec):
             ffn = self._dense(ffn)
         elif isinstance(ffn, MoeSpec) and ffn.shared is not None:
@@ -225,10 +228,12 @@ def _inner_widths(layer: LayerSpec) -> Iterator[tuple[str, int]]:
 
 
 def check_tensor_parallel(spec: ModelSpec, size: int, num_leaves: int) -> None:
-    """Whether a replica's matrices can be cut for `size` ranks.
+    """Whether a replica's matrices can be cut for `size` ranks; one rank has them whole.
 
     Raises: ConfigError with the arithmetic and the numbers of ranks that can.
     """
+    if size == 1:
+        return
     reason = _why_not(spec, size, num_leaves)
     if reason is None:
         return

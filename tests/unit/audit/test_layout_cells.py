@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from checkpoints import CONFIGS
 
 from moesaic.audit.layout_cells import (
     CHUNKS,
@@ -21,11 +22,19 @@ from moesaic.audit.layout_cells import (
     Cell,
     Placement,
     Shape,
+    find_refusal,
     make_matrix,
     make_plan,
 )
 from moesaic.spec.families import read_config
-from moesaic.spec.layout_rules import DISPATCHERS, FUSED_CHUNKS, FUSED_RETURNS, LOCAL_CHUNKS, NOT_BUILT
+from moesaic.spec.layout_rules import (
+    DISPATCHERS,
+    FUSED_CHUNKS,
+    FUSED_RETURNS,
+    LOCAL_CHUNKS,
+    NOT_BUILT,
+    Dispatcher,
+)
 from moesaic.spec.locate import preset
 from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import Numerics
@@ -169,6 +178,16 @@ def test_more_ranks_than_experts_are_refused() -> None:
     matrix = make_matrix(read_config(config, name="few"), ["float32"], LEVELS, numerics_of, is_long=False)
     assert {cell.shape.num_ranks for cell in matrix.cells} == {1, 2, 3}
     assert any(one.name == "4 ranks" and "for 3 experts" in one.reason for one in matrix.refused)
+
+
+@pytest.mark.parametrize("family", sorted(set(CONFIGS) - {"llama"}))
+def test_every_family_runs_on_ranks_with_requests_of_their_own(family: str) -> None:
+    """Whatever a mixer is: where nothing of it is split, nothing forbids to."""
+    spec = read_config(CONFIGS[family](), name=family)
+    for num_ranks in NUM_RANKS:
+        dispatcher: Dispatcher = "local" if num_ranks == 1 else "exchange"
+        shape = Shape(dispatcher=dispatcher, num_ranks=num_ranks, returns="choices", is_fused=False)
+        assert find_refusal(shape, "reference", spec, numerics_of("float32", "reference", shape)) is None
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -97,7 +97,7 @@ def test_rows_and_columns_of_a_rank() -> None:
             LinearSpec(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=8, conv_width=4),
             2,
             4,
-            "recurrent mixers are not split over tp ranks; use dp",
+            "recurrent mixers are not split, and tp is 2: use ranks with requests of their own",
         ),
     ],
 )
@@ -106,7 +106,7 @@ def test_what_cannot_be_cut_is_refused_with_the_arithmetic(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_tensor_parallel(model(mixer), size, num_leaves)
-    check_tensor_parallel(model(mixer) if isinstance(mixer, GqaSpec) else model(), 1, num_leaves)
+    check_tensor_parallel(model(mixer), 1, num_leaves)
 
 
 def test_leaves_that_are_not_whole_are_refused_before_a_weight_is_read() -> None:
