@@ -107,7 +107,9 @@ class LayoutOptions:
     ranks: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Processes that share the experts, each with requests of its own [default: 1]."
+            min=1,
+            help="Processes that share the experts, each with requests of its own "
+            "[default: as many as --placement is for, else 1].",
         ),
     ] = None
     tp: Annotated[

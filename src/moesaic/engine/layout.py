@@ -56,7 +56,7 @@ FLAGS = {
 class LayoutWish:
     """How the user wants a model spread over processes. None: derived, by the rule beside the field."""
 
-    num_ranks: int | None = None  # None: as many as were started from outside, else one
+    num_ranks: int | None = None  # None: as many as were started, else as a placement is for, else one
     tp: int | None = None  # ranks that share a replica's attention and dense matrices; None: one
     expert_tp: int | None = None  # ranks over which each expert is cut along its inner width; None: one
     placement: str | None = None  # file that says which rank holds which experts; None: equal runs
@@ -140,7 +140,10 @@ def arrange(
 
 
 def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None, is_native: bool) -> Arrangement:
-    num_ranks = wish.num_ranks or (1 if started is None else started.num_ranks)
+    plan, stated = None, wish.num_ranks or (None if started is None else started.num_ranks)
+    if wish.placement is not None and stated != 1:
+        plan = read_plan(wish.placement, stated, spec)
+    num_ranks = stated or (1 if plan is None else max(1, plan.num_ranks))
     if wish.dispatcher is not None and wish.dispatcher in NOT_BUILT:
         raise ConfigError(
             f"dispatcher {wish.dispatcher} does not run yet ({NOT_BUILT[wish.dispatcher]}): "
@@ -167,10 +170,10 @@ def _by_flags(wish: LayoutWish, spec: ModelSpec, started: Started | None, is_nat
             + (f": ask for --ranks-per-node {_up_to(num_ranks - 1)}" if num_ranks > 1 else "")
             + ", or use exchange"
         )
-    plan, expert_tp = None, wish.expert_tp or 1
-    if wish.placement is not None:
-        plan = read_plan(wish.placement, num_ranks, spec)
-    elif expert_tp > 1:
+    expert_tp = wish.expert_tp or 1
+    # Before any rank is counted: a slip of the finger may ask for a thousand million.
+    _check_count(num_ranks, spec, expert_tp if plan is None else plan.num_slices)
+    if expert_tp > 1:
         plan = _cut_plan(num_ranks, expert_tp, spec)
     found = Arrangement(
         layout=data_parallel(
@@ -289,13 +292,41 @@ def check_layout(layout: Layout, spec: ModelSpec, num_slices: int = 1) -> None:
             f"{_ranks(layout.num_ranks)}: ask for --tp {layout.num_ranks} "
             "and as many --matmul-shards or more, or use exchange"
         )
+    _check_count(layout.num_ranks, spec, num_slices)
+
+
+def _check_count(num_ranks: int, spec: ModelSpec, num_slices: int) -> None:
+    """Whether every rank gets an expert, or a slice of one, in every layer.
+
+    Raises: ConfigError with the most ranks, or slices, that there can be.
+    """
     fewest = min((moe.num_experts for _, moe in spec.moe_layers), default=1)
-    if layout.num_ranks > fewest * num_slices:
+    width = min((moe.expert_width for _, moe in spec.moe_layers), default=num_slices)
+    if num_slices > width:
+        raise ConfigError(
+            f"{num_slices} slices of an expert that is {width} wide: some would be empty; ask for fewer "
+            "(--expert-tp)"
+        )
+    if num_ranks > fewest * num_slices:
         of_slices = f" in {num_slices} slices" if num_slices > 1 else ""
         raise ConfigError(
-            f"{layout.num_ranks} ranks for {fewest} experts a layer{of_slices}: some would hold none; use at "
+            f"{num_ranks} ranks for {fewest} experts a layer{of_slices}: some would hold none; use at "
             f"most {fewest * num_slices} ranks, or cut experts (--expert-tp)"
         )
+
+
+def check_parts(layout: Layout, max_tokens: int) -> None:
+    """Whether steps of up to so many tokens can be cut as a layout does.
+
+    Raises: ConfigError: each part has wires of its own, and there is nothing to send over more of them.
+    """
+    for name in ("num_micro_batches", "num_chunks"):
+        count = getattr(layout, name)
+        if count > max_tokens:
+            raise ConfigError(
+                f"{name} {count}: a step has up to {max_tokens} tokens (max_tokens_per_step), so most parts "
+                f"would always be empty; ask for fewer ({FLAGS[name]})"
+            )
 
 
 def check_split(layout: Layout, spec: ModelSpec, numerics: Numerics, num_slices: int = 1) -> None:
@@ -365,8 +396,8 @@ def tp_wires_of(layout: Layout, wish: TpWires | None, hosts: Sequence[str]) -> T
     return wish or ("gloo" if far or native.module() is None else "shared_memory")
 
 
-def read_plan(path: str, num_ranks: int, spec: ModelSpec) -> ExpertPlan:
-    """The placement that `moesaic balance -o` wrote, for this model and these ranks.
+def read_plan(path: str, num_ranks: int | None, spec: ModelSpec) -> ExpertPlan:
+    """The placement that `moesaic balance -o` wrote, for this model and these ranks, or as many as it is for.
 
     Raises: ConfigError for a file that is none, and for a plan of other layers, experts or ranks.
     """
@@ -379,7 +410,7 @@ def read_plan(path: str, num_ranks: int, spec: ModelSpec) -> ExpertPlan:
     if isinstance(data, dict) and "counts" in data:
         raise ConfigError(f"{where}: this is a load; moesaic balance {path} -o plan.json makes a plan of it")
     plan = from_plain(ExpertPlan, data, where=where)
-    check_placement(plan, num_ranks, spec, where=where)
+    check_placement(plan, plan.num_ranks if num_ranks is None else num_ranks, spec, where=where)
     return plan
 
 

@@ -30,7 +30,15 @@ from torch import distributed as dist
 from moesaic import __version__
 from moesaic.engine.config import EngineConfig, ResolvedConfig, read_environment
 from moesaic.engine.grammar import Grammars
-from moesaic.engine.layout import Arrangement, Started, arrange, describe_layout, settle, tp_wires_of
+from moesaic.engine.layout import (
+    Arrangement,
+    Started,
+    arrange,
+    check_parts,
+    describe_layout,
+    settle,
+    tp_wires_of,
+)
 from moesaic.engine.link import MOVE_TIMEOUT_S
 from moesaic.engine.machine import Machine, host_key, read_machine
 from moesaic.engine.runner import Runner
@@ -148,7 +156,9 @@ def arrange_for(config: EngineConfig, spec: ModelSpec, started: Started | None) 
     Raises: ConfigError, as `arrange`.
     """
     backend = config.with_environment(read_environment()).backend or default_backend()
-    return arrange(config.layout, spec, started, is_native=backend.startswith("native/"))
+    arranged = arrange(config.layout, spec, started, is_native=backend.startswith("native/"))
+    check_parts(arranged.layout, config.max_tokens_per_step)
+    return arranged
 
 
 def plan_of(setup: RankSetup, spec: ModelSpec) -> ExpertPlan:

@@ -23,6 +23,7 @@ from moesaic.engine.layout import (
     settle,
     tp_wires_of,
 )
+from moesaic.engine.rank import arrange_for
 from moesaic.errors import ConfigError, KernelUnavailable
 from moesaic.hashing import digest
 from moesaic.kernels.ops import choose
@@ -138,6 +139,8 @@ def test_deployments_that_do_not_fit_are_refused(
             r"remote does not run yet \(.* there are exchange and",
         ),
         ({"num_ranks": 17}, "17 ranks for 16 experts a layer: .* at most 16"),
+        ({"num_ranks": 10**9}, "1000000000 ranks for 16 experts a layer: .* at most 16"),
+        ({"num_ranks": 10**9, "expert_tp": 10**9}, "1000000000 slices of an expert that is .* wide"),
         ({"dispatcher": "exchange"}, "--dispatcher exchange is for several ranks, and there is one"),
         ({"returns": "subtrees"}, "--returns subtrees is for several ranks"),
         ({"ranks_per_node": 1}, "--ranks-per-node 1 is for several ranks"),
@@ -164,6 +167,14 @@ def test_deployments_that_do_not_fit_are_refused(
 def test_wishes_that_cannot_be_are_refused_with_a_way_out(wish: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         arrange(LayoutWish(**wish), SPEC)
+
+
+def test_steps_are_cut_into_no_more_parts_than_they_have_tokens() -> None:
+    for name, flag in (("num_micro_batches", "--micro-batches"), ("num_chunks", "--chunks")):
+        config = EngineConfig.parse("m", {"num_ranks": 2, name: 10**6})
+        with pytest.raises(ConfigError, match=rf"^{name} 1000000: .* up to 512 tokens .*\({flag}\)$"):
+            arrange_for(config, SPEC, None)
+    assert arrange_for(replace(config, max_tokens_per_step=10**6), SPEC, None).layout.num_chunks == 10**6
 
 
 def test_slices_of_experts_over_groups_of_ranks(tmp_path: Path) -> None:
@@ -193,6 +204,7 @@ def test_slices_of_experts_over_groups_of_ranks(tmp_path: Path) -> None:
     path = written(tmp_path / "plan.json", json.dumps(to_plain(plan)))
     given = arrange(LayoutWish(num_ranks=2, placement=path), SPEC, is_native=True)
     assert (given.num_slices, given.layout.is_fused) == (2, False)
+    assert arrange(LayoutWish(placement=path), SPEC).layout.num_ranks == 2, "as many as the plan is for"
     lacking = replace(
         plan, slot_slice=tuple(np.where(plan.slot_expert[0] == 3, 0, one) for one in plan.slot_slice)
     )
