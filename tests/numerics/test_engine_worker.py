@@ -96,7 +96,7 @@ def test_no_rows_are_an_idle_step():
     assert (len(batch.token_ids), batch.offsets) == (0, ())
     census = Census([4], keeps_routes=False)
     census.observer(batch)
-    assert census.counts() == {}
+    assert census.counts == {}
 
 
 def test_routes_of_layers_with_fewer_choices_are_padded():

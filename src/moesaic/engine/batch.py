@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from moesaic.experts.contract import Routing
 from moesaic.sched.step import RowPlan
@@ -52,13 +50,15 @@ class MicroBatch:
 
 
 class Census:
-    """Counts what the routers chose in one step: logical experts, real tokens, once, by phase."""
+    """Counts what the routers chose in one step: logical experts, real tokens, once, by phase.
+
+    Shapes:  counts[phase] has one [E] int64 array per MoE layer.
+    """
 
     def __init__(self, num_experts: Sequence[int], *, keeps_routes: bool) -> None:
         self._num_experts = tuple(num_experts)
         self._keeps_routes = keeps_routes
-        self._counts: dict[Phase, list[IntArray]] = {}
-        self._observers: list[BatchObserver] = []
+        self.counts: dict[Phase, list[IntArray]] = {}
         self.num_tokens: dict[Phase, int] = {}
 
     def observer(self, batch: MicroBatch) -> BatchObserver:
@@ -71,65 +71,45 @@ class Census:
         else:
             masks = {"decode": None} if num_decode else {"prefill": None} if num_prefill else {}
         for phase in masks:
-            self.num_tokens.setdefault(phase, 0)
+            if phase not in self.counts:
+                self.counts[phase] = [np.zeros(num, dtype=np.int64) for num in self._num_experts]
+                self.num_tokens[phase] = 0
             self.num_tokens[phase] += num_decode if phase == "decode" else num_prefill
-        observer = BatchObserver(masks, keeps_routes=self._keeps_routes)
-        self._observers.append(observer)
-        return observer
-
-    def counts(self) -> dict[Phase, list[IntArray]]:
-        """By phase, once the forwards are over and before the next step writes their routings again.
-
-        Shapes:  one [E] int64 array per MoE layer.
-        """
-        starts = np.concatenate(([0], np.cumsum(self._num_experts, dtype=np.int64)))
-        found = {phase: np.zeros(int(starts[-1]), dtype=np.int64) for phase in self.num_tokens}
-        for observer in self._observers:
-            for phase, counts in found.items():
-                counts += observer.counts(phase, starts)
-        bounds = list(pairwise(starts.tolist()))
-        return {phase: [counts[start:stop] for start, stop in bounds] for phase, counts in found.items()}
+        return BatchObserver(self, masks, [] if self._keeps_routes else None)
 
 
 class BatchObserver:
-    """Called once per MoE layer with its routing, which is kept to be counted with all others at once."""
+    """Called once per MoE layer with its routing."""
 
-    def __init__(self, masks: dict[Phase, npt.NDArray[np.bool_] | None], *, keeps_routes: bool) -> None:
-        """`masks` say which tokens are of a phase; None: all."""
+    def __init__(
+        self,
+        census: Census,
+        masks: dict[Phase, npt.NDArray[np.bool_] | None],
+        routes: list[IntArray] | None,
+    ) -> None:
+        self._census = census
         self._masks = masks
-        self._keeps_routes = keeps_routes
-        self._chosen: list[tuple[int, Tensor]] = []
+        self._routes = routes
 
     def __call__(self, moe_idx: int, routing: Routing) -> None:
-        """Note one layer's choices."""
-        self._chosen.append((moe_idx, routing.experts_TK))
-
-    def counts(self, phase: Phase, starts: IntArray) -> IntArray:
-        """Of all layers in a row; layer i begins at starts[i].
-
-        Shapes:  starts [num_moe_layers + 1]; returns [starts[-1]] int64.
-        """
-        if phase not in self._masks or not self._chosen:
-            return np.zeros(int(starts[-1]), dtype=np.int64)
-        mask_T = self._masks[phase]
-        layers = [experts_TK.numpy() for _, experts_TK in self._chosen]
-        if mask_T is not None:
-            layers = [experts_TK[mask_T] for experts_TK in layers]
-        offsets = starts[[moe_idx for moe_idx, _ in self._chosen]]
-        ids = np.concatenate([experts_TK.ravel() for experts_TK in layers])
-        ids += np.repeat(offsets, [experts_TK.size for experts_TK in layers])
-        return np.bincount(ids, minlength=int(starts[-1]))
+        """Count one layer's choices."""
+        experts_TK = routing.experts_TK.numpy()
+        for phase, mask_T in self._masks.items():
+            chosen = experts_TK if mask_T is None else experts_TK[mask_T]
+            counts_E = self._census.counts[phase][moe_idx]
+            counts_E += np.bincount(chosen.ravel(), minlength=len(counts_E))
+        if self._routes is not None:
+            self._routes.append(experts_TK)
 
     def routes(self) -> IntArray | None:
         """Every choice of the micro-batch; None unless traced.
 
         Shapes:  [T, num_moe_layers, K] int64; layers that choose fewer experts are filled with -1.
         """
-        if not self._keeps_routes or not self._chosen:
+        if not self._routes:
             return None
-        layers = [experts_TK.numpy() for _, experts_TK in self._chosen]
-        width = max(layer.shape[1] for layer in layers)
+        width = max(layer.shape[1] for layer in self._routes)
         padded = [
-            np.pad(layer, ((0, 0), (0, width - layer.shape[1])), constant_values=-1) for layer in layers
+            np.pad(layer, ((0, 0), (0, width - layer.shape[1])), constant_values=-1) for layer in self._routes
         ]
         return np.stack(padded, axis=1)

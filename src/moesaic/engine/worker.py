@@ -251,5 +251,5 @@ class Worker:
                 plan_version=plan_version,
                 source=LOAD_SOURCE,
             )
-            for phase, counts in census.counts().items()
+            for phase, counts in census.counts.items()
         )
