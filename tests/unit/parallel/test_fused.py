@@ -73,6 +73,14 @@ def test_bits_are_those_of_the_ops_one_by_one(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_any_number_of_choices_meets_in_the_same_tree(level: str, dtype: DType) -> None:
+    for num_choices in (*range(1, 14), 16, 21, 23):
+        case = make_case(moe_spec(24, num_choices, 77, 8), numerics_of(level, dtype, dtype))
+        check(case, *make_inputs(case.spec, dtype, 2))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_on", ["output", "input"])
 def test_each_expert_may_have_a_format_of_its_own(level: str, dtype: DType, weight_on: str) -> None:
     formats: dict[int, Format] = dict(enumerate([*FORMATS, "float32", "bfloat16"]))
