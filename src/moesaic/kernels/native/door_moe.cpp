@@ -36,6 +36,7 @@ struct Task {
 struct MoeRun {
   Moe call{};
   const LevelTable* table = nullptr;
+  int num_threads = 1;
   std::vector<Task> tasks;
   std::vector<int32_t> offsets, choice_of_job, job_of_choice, active, place;
   Buffer rows[kForms], hidden, out;
@@ -72,6 +73,16 @@ Kernels::Memory::~Memory() = default;
 
 namespace {
 
+// Where the weights begin of the task that a thread is likely to take after task `at`: others take those between.
+const uint8_t* weights_after(const MoeRun& run, int64_t at) {
+  at += run.num_threads;
+  if (at >= static_cast<int64_t>(run.tasks.size())) return nullptr;
+  const Task& task = run.tasks[at];
+  const Expert& expert = run.call.slots[task.slot];
+  if (task.stage == Stage::kInner) return expert.inner.strip(0, task.first);
+  return task.stage == Stage::kDown ? expert.down.strip(0, task.first) : nullptr;
+}
+
 void run_task(void* context, int64_t at) {
   MoeRun& run = *static_cast<MoeRun*>(context);
   const Task& task = run.tasks[at];
@@ -83,12 +94,12 @@ void run_task(void* context, int64_t at) {
       break;
     case Stage::kInner:
       if (!run.wait_for(run.rows_left)) return;
-      run.table->moe_inner(run.call, task.slot, task.first, task.end);
+      run.table->moe_inner(run.call, task.slot, task.first, task.end, weights_after(run, at));
       run.inner_left[task.slot].fetch_sub(1);
       break;
     case Stage::kDown:
       if (!run.wait_for(run.inner_left[task.slot])) return;
-      run.table->moe_down(run.call, task.slot, task.first, task.end);
+      run.table->moe_down(run.call, task.slot, task.first, task.end, weights_after(run, at));
       run.down_left.fetch_sub(1);
       break;
     case Stage::kCombine:
@@ -233,6 +244,7 @@ void run_moe(Kernels& kernels, const MoeLayer& layer, const void* x, const int64
   kernels.team.check();
   MoeRun& run = kernels.moe_run();
   run.table = kernels.table;
+  run.num_threads = kernels.team.num_threads();
   sort_choices(run, layer, experts, num_tokens);
   Moe& call = run.call;
   call.width = layer.width;

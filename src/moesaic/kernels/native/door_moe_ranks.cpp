@@ -394,12 +394,13 @@ void MoeRanks::run_task(Group& group, int64_t task) {
   const MoeLayer& layer = *call_.layer;
   if (task < group.num_inner) {
     const int64_t first = task * group.inner_tile;
-    kernels_.table->moe_inner(group.call, 0, first, std::min(first + group.inner_tile, layer.inner_width));
+    kernels_.table->moe_inner(group.call, 0, first, std::min(first + group.inner_tile, layer.inner_width),
+                               nullptr);
     if (group.inner_left.fetch_sub(1) == 1 && kernels_.team.num_threads() > 1) wire_.ring(wire_.rank);
     return;
   }
   const int64_t first = (task - group.num_inner) * group.down_tile;
-  kernels_.table->moe_down(group.call, 0, first, std::min(first + group.down_tile, layer.width));
+  kernels_.table->moe_down(group.call, 0, first, std::min(first + group.down_tile, layer.width), nullptr);
   if (group.down_left.fetch_sub(1) == 1) finish(group);
 }
 

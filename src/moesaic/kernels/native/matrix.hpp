@@ -56,6 +56,12 @@ struct Matrix {
   // A strip is what is multiplied as a whole: a panel, or a row of floats.
   int64_t num_strips() const { return is_packed() ? sections * section_panels() : columns; }
   int64_t strip_bytes() const { return is_packed() ? panel_bytes() : width * bytes_of(kind); }
+  // Where a column of a section begins; of packed weights the first of a panel.
+  const uint8_t* strip(int64_t section, int64_t column) const {
+    const uint8_t* begin = static_cast<const uint8_t*>(data);
+    if (!is_packed()) return begin + (section * section_columns() + column) * stride * bytes_of(kind);
+    return begin + (section * section_panels() + column / kPanelRows) * panel_bytes();
+  }
   // Bytes that are read of all: those of packed weights are one run.
   int64_t weight_bytes() const { return num_strips() * strip_bytes(); }
 };

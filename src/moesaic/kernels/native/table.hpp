@@ -24,10 +24,10 @@ struct LevelTable {
   void (*act_rows)(const Elementwise&, int64_t first_row, int64_t end_row);
   void (*softmax_rows)(const Softmax&, int64_t first_row, int64_t end_row);
   void (*add_numbers)(Kind, const void* a, const void* b, void* y, int64_t first, int64_t end);
-  // The stages of a layer's routed experts.
+  // The stages of a layer's routed experts; weights at `then`, or null, come to the cache meanwhile.
   void (*moe_rows)(const Moe&, int64_t first_row, int64_t end_row);
-  void (*moe_inner)(const Moe&, int64_t slot, int64_t first_column, int64_t end_column);
-  void (*moe_down)(const Moe&, int64_t slot, int64_t first_column, int64_t end_column);
+  void (*moe_inner)(const Moe&, int64_t slot, int64_t first_column, int64_t end_column, const uint8_t* then);
+  void (*moe_down)(const Moe&, int64_t slot, int64_t first_column, int64_t end_column, const uint8_t* then);
   void (*moe_combine)(const Moe&, int64_t first_token, int64_t end_token);
   // Floats of scratch of a tile, and of a node: what some lanes hold of its rows.
   size_t (*attention_scratch_floats)(const Attention&, const AttentionTile&);
