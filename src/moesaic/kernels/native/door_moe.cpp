@@ -38,7 +38,7 @@ struct MoeRun {
   const LevelTable* table = nullptr;
   int num_threads = 1;
   std::vector<Task> tasks;
-  std::vector<int32_t> offsets, choice_of_job, job_of_choice, active, place;
+  std::vector<int32_t> offsets, choice_of_job, job_of_choice, active, by_rows, place;
   Buffer rows[kForms], hidden, out;
   Buffer normed, logits, shared;  // of a call that begins with norm and router
   std::mutex half;                // held by that call
@@ -165,10 +165,39 @@ void lay_out(MoeRun& run, const MoeLayer& layer) {
 }
 
 // Tasks of [0, count) by `size`; returns how many.
-int64_t add_tasks(MoeRun& run, Stage stage, int32_t slot, int64_t count, int64_t size) {
+int64_t add_tasks(MoeRun& run, Stage stage, int64_t count, int64_t size) {
   for (int64_t first = 0; first < count; first += size)
-    run.tasks.push_back({stage, slot, first, std::min(first + size, count)});
+    run.tasks.push_back({stage, 0, first, std::min(first + size, count)});
   return (count + size - 1) / size;
+}
+
+// Slots of many jobs beside those of few, and so on inwards: two that are neighbours, first of an even number, are a
+// pair. Many rows keep a thread multiplying, few leave it waiting for memory: at once they use both.
+void pair_slots(MoeRun& run) {
+  const auto rows_of = [&](int32_t slot) { return run.offsets[slot + 1] - run.offsets[slot]; };
+  run.by_rows = run.active;
+  std::sort(run.by_rows.begin(), run.by_rows.end(), [&](int32_t a, int32_t b) {
+    return rows_of(a) != rows_of(b) ? rows_of(a) > rows_of(b) : a < b;
+  });
+  for (size_t i = 0; i < run.active.size(); ++i)
+    run.active[i] = i % 2 == 0 ? run.by_rows[i / 2] : run.by_rows[run.by_rows.size() - 1 - i / 2];
+}
+
+// Tasks of a stage of all slots, those of a pair in turn; returns how many.
+template <class CutOf>
+int64_t add_pairs(MoeRun& run, Stage stage, const CutOf& cut_of) {
+  const size_t before = run.tasks.size();
+  for (size_t first = 0; first < run.active.size(); first += 2) {
+    const size_t num_slots = std::min<size_t>(2, run.active.size() - first);
+    Cut cuts[2];
+    for (size_t i = 0; i < num_slots; ++i) cuts[i] = cut_of(run.active[first + i]);
+    const int64_t most = std::max(cuts[0].num_tasks(), cuts[1].num_tasks());
+    for (int64_t task = 0; task < most; ++task)
+      for (size_t i = 0; i < num_slots; ++i)
+        if (task < cuts[i].num_tasks())
+          run.tasks.push_back({stage, run.active[first + i], cuts[i].first(task), cuts[i].first(task + 1)});
+  }
+  return static_cast<int64_t>(run.tasks.size() - before);
 }
 
 void make_tasks(MoeRun& run, const MoeLayer& layer) {
@@ -176,23 +205,24 @@ void make_tasks(MoeRun& run, const MoeLayer& layer) {
   run.tasks.clear();
   if (run.inner_left.size() < layer.slots.size())
     run.inner_left = std::vector<std::atomic<int32_t>>(layer.slots.size());
-  run.rows_left.store(add_tasks(run, Stage::kRows, 0, call.num_rows, kRowUnit));
+  run.rows_left.store(add_tasks(run, Stage::kRows, call.num_rows, kRowUnit));
+  pair_slots(run);
   const auto rows_of = [&](int32_t slot) { return run.offsets[slot + 1] - run.offsets[slot]; };
-  for (const int32_t slot : run.active) {
+  add_pairs(run, Stage::kInner, [&](int32_t slot) {
     const int64_t bytes = column_bytes(layer.slots[slot].inner) * (layer.is_gated ? 2 : 1);
     const int64_t tile = tile_of(bytes, task_bytes(rows_of(slot)));
-    run.inner_left[slot].store(static_cast<int32_t>(add_tasks(run, Stage::kInner, slot, layer.inner_width, tile)));
-  }
-  int64_t num_down = 0;
-  for (const int32_t slot : run.active) {
+    const Cut cut{layer.inner_width, tile, tile};
+    run.inner_left[slot].store(static_cast<int32_t>(cut.num_tasks()));
+    return cut;
+  });
+  run.down_left.store(add_pairs(run, Stage::kDown, [&](int32_t slot) {
     // Short at the end, where threads wait for each other.
     const int64_t most = slot == run.active.back() ? kLastTaskBytes : task_bytes(rows_of(slot));
     const int64_t tile = tile_of(column_bytes(layer.slots[slot].down), most);
-    num_down += add_tasks(run, Stage::kDown, slot, layer.width, tile);
-  }
-  run.down_left.store(num_down);
+    return Cut{layer.width, tile, tile};
+  }));
   const int64_t products = std::max<int64_t>(1, layer.width * layer.num_choices);
-  add_tasks(run, Stage::kCombine, 0, call.num_tokens, std::max<int64_t>(1, kCombineNumbers / products));
+  add_tasks(run, Stage::kCombine, call.num_tokens, std::max<int64_t>(1, kCombineNumbers / products));
 }
 
 void count(MoeRun& run, const MoeLayer& layer) {
