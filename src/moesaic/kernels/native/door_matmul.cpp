@@ -14,7 +14,8 @@ namespace {
 
 constexpr int kMostAtOnce = 4;
 
-// Matmuls of one x: those of packed weights, and those of floats of one kind and as many leaves, share its form.
+// Matmuls of one x: those of packed weights of as many bits, and those of floats of one kind and as many leaves,
+// share its form.
 struct Job {
   const LevelTable* table;
   const Linear* calls;
@@ -53,7 +54,7 @@ Cut cut(const Matrix& weight, int64_t rows, bool is_last, int num_threads) {
 }
 
 bool has_form_of(const Matrix& a, const Matrix& b) {
-  return a.is_packed() == b.is_packed() && (a.is_packed() || (a.kind == b.kind && a.shards == b.shards));
+  return a.bits == b.bits && (a.is_packed() || (a.kind == b.kind && a.shards == b.shards));
 }
 
 Kind kind_of(bool is_bfloat16) { return is_bfloat16 ? Kind::kBfloat16 : Kind::kFloat32; }

@@ -6,7 +6,9 @@
 //                     bfloat16 are rounded to it, and stand as (even, odd) vectors
 //   packed weights    bytes, then a scale for each block of 32, then less 8 times the sum of each block's bytes: what
 //                     numbers of 4 bits start from where they have no zero points, as two halves of 16 bits, of the
-//                     first two and of the last two of each four bytes
+//                     first two and of the last two of each four bytes. Rows that meet 8 bits stand, on levels that
+//                     have no product of signed bytes, as 32 sizes and then 32 signs, -1 or 0, block by block; a
+//                     block's sum is that of the sizes of its negative numbers: x * w = |x| * (w ^ sign) - |x| * sign
 #pragma once
 
 #include <cstddef>

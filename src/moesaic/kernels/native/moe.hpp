@@ -20,9 +20,9 @@ struct Expert {
   const void* down_bias;   // [D]
 };
 
-constexpr int kForms = 3;  // of rows of x: float32, bfloat16, packed
+constexpr int kForms = 4;  // of rows of x: float32, bfloat16, of 4 bits, of 8 bits
 
-inline int form_of(const Matrix& inner) { return inner.is_packed() ? 2 : static_cast<int>(inner.kind); }
+inline int form_of(const Matrix& inner) { return inner.is_packed() ? (inner.bits == 4 ? 2 : 3) : static_cast<int>(inner.kind); }
 
 // What the stages read and write. Pointers alone: levels use no containers of the standard library.
 struct Moe {
