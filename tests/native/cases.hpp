@@ -320,7 +320,7 @@ inline Floats attention(const LevelTable& level, Random& random) {
 
 inline Floats experts(const LevelTable& level, Random& random, bool is_packed) {
   const int64_t tokens = random.within(1, 20), choices = random.within(1, 3), num_slots = 4, jobs = tokens * choices;
-  const int64_t group = random.one_of<int64_t>({32, 64}), bits = random.one_of<int64_t>({4, 8});
+  const int64_t group = random.one_of<int64_t>({32, 64});
   const int64_t width = random.within(1, 100), inner_width = 2 * random.within(1, 50);
   const Kind seam = random.kind(), kind = random.kind();
   Moe call{};
@@ -333,6 +333,7 @@ inline Floats experts(const LevelTable& level, Random& random, bool is_packed) {
   const bool has_bias = random.flag();
   std::vector<Expert> slots;
   for (int64_t slot = 0; slot < num_slots; ++slot) {
+    const int64_t bits = random.one_of<int64_t>({4, 8});
     const auto add = [&](int64_t columns, int64_t row, int64_t of_sections, int64_t shards) {
       weights.push_back(is_packed ? packed_weight(random, columns, row, 1, bits, group, of_sections)
                                   : float_weight(random, columns, row, shards, kind, of_sections));
@@ -342,8 +343,7 @@ inline Floats experts(const LevelTable& level, Random& random, bool is_packed) {
     slots.push_back({inner, down, has_bias ? inner_bias.data() : nullptr, has_bias ? down_bias.data() : nullptr});
     call.hidden_bytes = std::max<uint64_t>(call.hidden_bytes, level.row_bytes(down));
   }
-  const int form = form_of(slots[0].inner);
-  call.form[form] = &slots[0].inner;
+  for (const Expert& expert : slots) call.form[form_of(expert.inner)] = &expert.inner;
   std::vector<int32_t> offsets{0}, choice_of_job, job_of_choice(static_cast<size_t>(jobs)), slot_of(job_of_choice);
   for (int32_t& slot : slot_of) slot = static_cast<int32_t>(random.within(0, num_slots - 1));
   for (int64_t slot = 0; slot < num_slots; ++slot) {
@@ -358,7 +358,12 @@ inline Floats experts(const LevelTable& level, Random& random, bool is_packed) {
   const Floats of_choices = random.numbers(jobs, 1.0f);
   Bytes y = room(tokens * width, seam), out = room(jobs * width, seam);
   call.num_rows = call.is_weight_on_input ? jobs : tokens;
-  Bytes rows(level.row_bytes(slots[0].inner) * static_cast<size_t>(call.num_rows));
+  Bytes rows[kForms];
+  for (int form = 0; form < kForms; ++form) {
+    if (call.form[form] == nullptr) continue;
+    rows[form].resize(level.row_bytes(*call.form[form]) * static_cast<size_t>(call.num_rows));
+    call.rows[form] = rows[form].data();
+  }
   Bytes hidden(call.hidden_bytes * static_cast<size_t>(jobs));
   call.slots = slots.data();
   call.width = width, call.inner_width = inner_width, call.num_choices = choices;
@@ -367,7 +372,7 @@ inline Floats experts(const LevelTable& level, Random& random, bool is_packed) {
   call.x = x.data(), call.weights = of_choices.data(), call.y = y.data(), call.num_tokens = tokens;
   call.offsets = offsets.data();
   call.choice_of_job = choice_of_job.data(), call.job_of_choice = job_of_choice.data();
-  call.rows[form] = rows.data(), call.hidden = hidden.data(), call.out = out.data();
+  call.hidden = hidden.data(), call.out = out.data();
   level.moe_rows(call, 0, call.num_rows);
   for (int64_t slot = 0; slot < num_slots; ++slot) level.moe_inner(call, slot, 0, inner_width);
   for (int64_t slot = 0; slot < num_slots; ++slot) level.moe_down(call, slot, 0, width);

@@ -50,14 +50,17 @@ def make_ops(level: str, dtype: Any, *, num_threads: int, shards: int, kv_format
     return ops
 
 
-def make_halves(spec: GqaSpec, ops: NativeOps, format: str | None) -> tuple[MixerHalf, FusedGqa | None]:
-    """One layer part by part and in one call, over the same weights."""
+def make_halves(
+    spec: GqaSpec, ops: NativeOps, formats: str | dict[str, str] | None
+) -> tuple[MixerHalf, FusedGqa | None]:
+    """One layer part by part and in one call, over the same weights: of one format, or each of its own."""
     dtype = getattr(torch, ops.numerics.seam_dtype)
     query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes = {"q": (query, HIDDEN), "k": (key, HIDDEN), "v": (key, HIDDEN), "o": (HIDDEN, query)}
     weights: dict[str, Weight] = {}
     for i, (name, shape) in enumerate(shapes.items()):
         weight = noise(shape, dtype, seed=i)
+        format = formats.get(name) if isinstance(formats, dict) else formats
         weights[name] = weight if format is None else pack_panels(weight, format)
     if spec.qk_norm in ("full", "head"):
         widths = (query, key) if spec.qk_norm == "full" else (spec.head_dim, spec.head_dim)
@@ -126,6 +129,17 @@ def test_bits_are_those_of_the_parts(data: st.DataObject) -> None:
     expected = run(staged, spec, kv_format, x_TD, sizes)
     for found, of_parts in zip(run(fused, spec, kv_format, x_TD, sizes), expected, strict=True):
         assert found.dtype == of_parts.dtype
+        assert torch.equal(found.view(torch.uint8), of_parts.view(torch.uint8))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_matrices_of_several_formats_share_rows_of_x_where_their_form_is_one(level: str) -> None:
+    ops = make_ops(level, "bfloat16", num_threads=1, shards=1, kv_format="bfloat16")
+    staged, fused = make_halves(SPEC, ops, {"q": "int8-g32", "k": "int4-g32", "v": "int8"})
+    assert fused is not None
+    x_TD = noise((100, HIDDEN), torch.bfloat16, seed=3)
+    expected = run(staged, SPEC, "bfloat16", x_TD, [3, 1])
+    for found, of_parts in zip(run(fused, SPEC, "bfloat16", x_TD, [3, 1]), expected, strict=True):
         assert torch.equal(found.view(torch.uint8), of_parts.view(torch.uint8))
 
 

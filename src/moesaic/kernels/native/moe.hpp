@@ -22,7 +22,10 @@ struct Expert {
 
 constexpr int kForms = 4;  // of rows of x: float32, bfloat16, of 4 bits, of 8 bits
 
-inline int form_of(const Matrix& inner) { return inner.is_packed() ? (inner.bits == 4 ? 2 : 3) : static_cast<int>(inner.kind); }
+inline int form_of(const Matrix& inner) {
+  if (inner.is_packed()) return inner.bits == 4 ? 2 : 3;
+  return static_cast<int>(inner.kind);
+}
 
 // What the stages read and write. Pointers alone: levels use no containers of the standard library.
 struct Moe {
