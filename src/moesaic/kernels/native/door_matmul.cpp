@@ -25,7 +25,7 @@ struct Job {
   int of;  // whose rows are prepared
 };
 
-constexpr int64_t kRowsOfTask = 8;
+constexpr int64_t kRowsOfTask = 4;
 
 void prepare_rows(void* context, int64_t task) {
   const Job& job = *static_cast<Job*>(context);
