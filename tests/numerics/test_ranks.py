@@ -245,7 +245,7 @@ def test_a_placement_for_other_ranks_names_both_ways_out(tmp_path: Path) -> None
     ):
         LLM("demo", num_ranks=2, placement=str(path), **OPTIONS)
     with pytest.raises(ConfigError, match=r"--placement .* is for several ranks"):
-        LLM("demo", placement=str(path), **OPTIONS)
+        LLM("demo", num_ranks=1, placement=str(path), **OPTIONS)
     with pytest.raises(ConfigError, match=r"absent\.json: cannot be read"):
         LLM("demo", num_ranks=2, placement=str(tmp_path / "absent.json"), **OPTIONS)
 

@@ -1,5 +1,5 @@
-// Threads that share the tasks of one call. They spin briefly, then sleep: a busy neighbour must not be waited
-// for by burning the core it runs on. Whoever is free takes the next task, the caller included.
+// Threads that share the tasks of one call. They spin briefly, then give way, then sleep: a busy neighbour must not be
+// waited for by burning the core it runs on. Whoever is free takes the next task, the caller included.
 #pragma once
 
 #include <atomic>
@@ -32,7 +32,7 @@ class Patience {
     return Clock::now() < deadline;
   }
 
-  static constexpr int kSpins = 2000;  // guess: some 20 us, longer than the gap between two layers' calls
+  static constexpr int kSpins = 2000;  // guess: some 50 us, longer than the gap between two layers' calls
 
  private:
   int num_waits_ = 0;
@@ -122,6 +122,10 @@ class Team {
     uint32_t num_tasks = 0, epoch = 0;
   };
 
+  // Ready for so long after a call, at the end of it for whoever wants the core more: to be woken takes some 100 us.
+  // guess: longer than what a step does between its calls.
+  static constexpr std::chrono::microseconds kDrowsy{300};
+
   // The counter holds the epoch too: whoever comes late finds another one and takes nothing.
   void take_tasks(const Job& job) {
     uint64_t next = next_.load();
@@ -137,7 +141,9 @@ class Team {
     uint32_t seen = 0;
     while (true) {
       Patience patience;
-      for (int spin = 1; spin < Patience::kSpins && epoch_.load() == seen; ++spin) patience.wait(Clock::time_point::max());
+      const Clock::time_point asleep_at = Clock::now() + kDrowsy;
+      while (epoch_.load() == seen && patience.wait(asleep_at)) {
+      }
       Job job;
       {
         std::unique_lock<std::mutex> lock(mutex_);
