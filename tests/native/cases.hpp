@@ -374,8 +374,8 @@ inline Floats experts(const LevelTable& level, Random& random, bool is_packed) {
   call.choice_of_job = choice_of_job.data(), call.job_of_choice = job_of_choice.data();
   call.hidden = hidden.data(), call.out = out.data();
   level.moe_rows(call, 0, call.num_rows);
-  for (int64_t slot = 0; slot < num_slots; ++slot) level.moe_inner(call, slot, 0, inner_width);
-  for (int64_t slot = 0; slot < num_slots; ++slot) level.moe_down(call, slot, 0, width);
+  for (int64_t slot = 0; slot < num_slots; ++slot) level.moe_inner(call, slot, 0, inner_width, nullptr);
+  for (int64_t slot = 0; slot < num_slots; ++slot) level.moe_down(call, slot, 0, width, nullptr);
   level.moe_combine(call, 0, tokens);
   return floats_of(y, seam);
 }
