@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +22,36 @@ from moesaic.engine.config import EngineConfig
 from moesaic.engine.launchers.launcher import Launcher, Member, open_store
 from moesaic.engine.launchers.local import LOOPBACK
 from moesaic.engine.rank import serve
+from moesaic.parallel import segment
 from moesaic.parallel.mesh import Mesh
 
 TIMEOUT_S = 60.0
+
+
+def segments_left() -> list[Path]:
+    """Names of shared memory that this process left behind, or one that has ended.
+
+    Runs beside this one hold locks on theirs.
+    """
+    return [
+        path
+        for path in segment.FOLDER.glob(f"{segment.PREFIX}*")
+        if path.name.endswith(f"-{os.getpid()}") or not _is_locked(path)
+    ]
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:  # its run has started meanwhile
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def run_ranks(num_ranks: int, target: Callable[[Mesh], Any], *, dying: tuple[int, ...] = ()) -> list[Any]:
@@ -39,21 +68,36 @@ def run_ranks(num_ranks: int, target: Callable[[Mesh], Any], *, dying: tuple[int
     for process in processes:
         process.start()
     results = []
-    for rank, (receiver, _) in enumerate(pipes):
-        if rank in dying:
-            results.append(None)
-            continue
-        assert receiver.poll(TIMEOUT_S), f"rank {rank} said nothing"
-        results.append(receiver.recv())
-    for process in processes:
-        process.join(TIMEOUT_S)
-        assert process.exitcode is not None, "a rank lives on"
+    try:
+        for rank, (receiver, _) in enumerate(pipes):
+            if rank in dying:
+                results.append(None)
+                continue
+            assert receiver.poll(TIMEOUT_S), f"rank {rank} said nothing"
+            results.append(receiver.recv())
+        for process in processes:
+            process.join(TIMEOUT_S)
+            assert process.exitcode is not None, "a rank lives on"
+    finally:
+        for process in processes:
+            process.kill()
     return results
 
 
-def _run(rank: int, num_ranks: int, port: int, target: Callable[[Mesh], Any], pipe: Any) -> None:
+def _settle_in() -> None:
+    """A fork ends with its parent, and has none of its threads.
+
+    So stores of the parent, which wait for theirs, must not be taken apart here; and a torch operation over
+    several threads would never end.
+    """
+    gc.freeze()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    torch.set_num_threads = lambda num_threads: None  # type: ignore[assignment]
+
+
+def _run(rank: int, num_ranks: int, port: int, target: Callable[[Mesh], Any], pipe: Any) -> None:
+    _settle_in()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     mesh = Mesh.join(rank=rank, num_ranks=num_ranks, store=store, timeout_s=TIMEOUT_S)
     try:
@@ -96,9 +140,7 @@ class Forked(Launcher):
 
 
 def _serve(rank: int, theirs: socket.socket, port: int, ask: Callable[[int], EngineConfig | None]) -> None:
-    gc.freeze()  # the parent's stores have threads, which a fork has not: they must not be taken apart here
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
+    _settle_in()
     pipe, store = Connection(theirs.detach()), dist.TCPStore("127.0.0.1", port, is_master=False)
     serve(pipe, store, rank, "127.0.0.1", own=ask(rank))
     os._exit(0)

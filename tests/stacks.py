@@ -37,10 +37,12 @@ def load_stack(
     format: Format | None = None,
     *,
     num_threads: int = 1,
+    level: str | None = None,
     **changes: Any,
 ) -> LoadedModel:
+    """`level` is the best of this processor unless said."""
     write_model(folder, num_layers, dtype, **changes)
-    backend = f"native/{native.levels()[-1]}"
+    backend = f"native/{level or native.levels()[-1]}"
     return load(folder, num_threads=num_threads, backend=backend, format=format)
 
 

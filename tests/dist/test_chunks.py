@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from fakes_ranks import drive_shuffled
-from moe_stack import (
+from marks import needs_native
+from moe_layers import (
     TOKENS_PER_RANK,
     Model,
     make_model,
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from moesaic.engine.layout import data_parallel
 from moesaic.experts.contract import ExpertBatch, ExpertFfn
-from moesaic.kernels import native
 from moesaic.parallel import segment
 from moesaic.parallel.dispatch.build import lane_sizes, make_dispatcher, num_lanes
 from moesaic.parallel.dispatch.exchange import Exchange
@@ -31,8 +31,6 @@ from moesaic.parallel.transport import Arrival, MemoryWires, Purpose, Transport
 from moesaic.spec.deployment import Layout
 from moesaic.spec.layout_rules import Dispatcher
 from moesaic.steps import Steps, Wait, drive_ready
-
-needs_native = pytest.mark.skipif(native.module() is None, reason="native kernels are not built")
 
 
 def layout_of(num_ranks: int, dispatcher: Dispatcher, num_chunks: int, num_micro_batches: int = 1) -> Layout:

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from fakes_ranks import drive_shuffled, in_turns, random_copies
-from moe_stack import (
+from marks import needs_native
+from moe_layers import (
     NUM_EXPERTS,
     NUM_TOKENS,
     TOKENS_PER_RANK,
@@ -27,14 +28,13 @@ from moe_stack import (
     num_different,
     on_one_rank,
 )
-from ranks import run_ranks
+from ranks import run_ranks, segments_left
 
 from moesaic.errors import ConfigError, PeerLost
 from moesaic.experts.contract import Routing
 from moesaic.experts.store import ResidentStore
 from moesaic.kernels import native
 from moesaic.kernels.ops import choose
-from moesaic.parallel import segment
 from moesaic.parallel.dispatch.build import lane_sizes, make_dispatcher
 from moesaic.parallel.dispatch.fused_ranks import FusedRanks
 from moesaic.parallel.mesh import Mesh
@@ -45,7 +45,7 @@ from moesaic.spec.experts import ExpertPlan
 from moesaic.spec.numerics import DType, Format, preset
 from moesaic.steps import Steps, drive, drive_ready
 
-pytestmark = pytest.mark.skipif(not native.levels(), reason="native kernels are not built")
+pytestmark = needs_native
 TIMEOUT_S = 20.0
 
 
@@ -300,4 +300,4 @@ def test_a_rank_that_is_killed_is_named_at_once_and_leaves_nothing() -> None:
         assert isinstance(error, PeerLost)
         assert (error.rank, error.layer_idx, error.stage) == (1, 1, "send")
         assert error.seconds < TIMEOUT_S / 4
-    assert not list(segment.FOLDER.glob(f"{segment.PREFIX}*"))
+    assert not segments_left()

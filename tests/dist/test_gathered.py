@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from fakes_ranks import random_copies
-from moe_stack import (
+from marks import needs_native
+from moe_layers import (
     NUM_TOKENS,
     WIDTH,
     Model,
@@ -24,13 +25,12 @@ from moe_stack import (
     num_different,
     on_one_rank,
 )
-from ranks import run_ranks
+from ranks import run_ranks, segments_left
 from torch import Tensor
 
 from moesaic.engine.layout import data_parallel
 from moesaic.errors import CapacityError, PeerLost
 from moesaic.experts.contract import RoutedExperts, Routing, Tag
-from moesaic.kernels import native
 from moesaic.kernels.matmul import noise
 from moesaic.kernels.ops import choose
 from moesaic.layers.linear import InnerLinear
@@ -54,14 +54,12 @@ from moesaic.steps import Steps, drive, drive_ready
 
 TIMEOUT_S = 20.0
 NUM_LEAVES = 4
-needs_native = pytest.mark.skipif(native.module() is None, reason="native kernels are not built")
 
 
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
-    """Of this process; tests that run beside it have segments of their own."""
     yield
-    assert not list(segment.FOLDER.glob(f"{segment.PREFIX}*-{os.getpid()}"))
+    assert not segments_left()
 
 
 def gathered(model: Model, plan: ExpertPlan, wires: Transport, returns: Returns) -> RoutedExperts:

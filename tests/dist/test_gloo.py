@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fakes_ranks import random_copies
-from moe_stack import TOKENS_PER_RANK, make_model, make_plan, make_side, num_different, on_one_rank
+from moe_layers import TOKENS_PER_RANK, make_model, make_plan, make_side, num_different, on_one_rank
 from ranks import run_ranks
 from torch import Tensor
 

@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from moe_stack import (
+from marks import needs_native
+from moe_layers import (
     INNER,
     NUM_TOKENS,
     TOKENS_PER_RANK,
@@ -31,7 +32,6 @@ from moesaic.errors import PeerLost
 from moesaic.experts.contract import Routing
 from moesaic.experts.router import Router
 from moesaic.experts.store import ResidentStore
-from moesaic.kernels import native
 from moesaic.kernels.matmul import noise
 from moesaic.kernels.ops import choose
 from moesaic.layers.norm import RmsNorm
@@ -53,7 +53,7 @@ from moesaic.spec.model import DenseSpec
 from moesaic.spec.numerics import DType
 from moesaic.steps import Steps, drive, drive_ready
 
-pytestmark = pytest.mark.skipif(not native.levels(), reason="native kernels are not built")
+pytestmark = needs_native
 EPS = 1e-5
 
 

@@ -27,7 +27,7 @@ import torch
 from fakes_ranks import drive_shuffled, in_turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_stack import (
+from moe_layers import (
     HEAD_BYTES,
     JOB_BYTES,
     NUM_EXPERTS,

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from fakes_ranks import drive_shuffled, in_turns, random_copies
-from moe_stack import (
+from marks import needs_native
+from moe_layers import (
     NUM_TOKENS,
     TOKENS_PER_RANK,
     World,
@@ -26,7 +27,7 @@ from moe_stack import (
     on_one_rank,
     rank_steps,
 )
-from ranks import run_ranks
+from ranks import run_ranks, segments_left
 from test_gloo import bytes_of, parts_of
 
 from moesaic.engine.layout import data_parallel
@@ -51,16 +52,15 @@ from moesaic.parallel.tree import evaluate_subtrees
 from moesaic.spec.numerics import DType
 from moesaic.steps import drive, drive_ready
 
-pytestmark = pytest.mark.skipif(native.module() is None, reason="native kernels are not built")
+pytestmark = needs_native
 TIMEOUT_S = 20.0
 SEND = Purpose(layer_idx=0, stage="send")
 
 
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> object:
-    """Of this process; tests that run beside it have segments of their own."""
     yield
-    assert not list(segment.FOLDER.glob(f"{segment.PREFIX}*-{os.getpid()}"))
+    assert not segments_left()
 
 
 def lanes_of(model: object, returns: Returns, num_micro_batches: int = 1) -> list[LaneSize]:
@@ -211,6 +211,19 @@ def test_too_little_shared_memory_is_said_with_its_numbers() -> None:
         segment.reserve(shape)
 
 
+def test_what_is_left_behind_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of what every test here ends with."""
+    monkeypatch.setattr(segment, "FOLDER", tmp_path)
+    names = [tmp_path / f"{segment.PREFIX}{name}" for name in (f"own-{os.getpid()}", "dead-1", "lives-1")]
+    for path in names:
+        path.touch()
+    with open(names[2], "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert set(segments_left()) == set(names[:2])
+    for path in names:
+        path.unlink()
+
+
 def test_what_a_dead_run_left_is_removed_and_what_a_living_one_holds_is_not() -> None:
     stale = segment.FOLDER / f"{segment.PREFIX}0123-1"  # process 1 lives: the lock tells, not the number
     stale.write_bytes(bytes(64))
@@ -218,7 +231,7 @@ def test_what_a_dead_run_left_is_removed_and_what_a_living_one_holds_is_not() ->
     own = segment.name(descriptor)
     try:
         assert not stale.exists()
-        assert own.exists()
+        assert own in segments_left()
         with open(own, "rb") as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert segment.remove_stale() == []
@@ -258,7 +271,7 @@ def test_processes_give_the_bits_of_one_rank(
     def compute(mesh: Mesh) -> int:
         wires = join(mesh, 2 * lanes_of(model, returns, num_micro_batches), num_chunks=2)
         mesh.meet("mapped")
-        assert not list(Path("/dev/shm").glob(f"{segment.PREFIX}*-{os.getppid()}"))
+        assert not list(segment.FOLDER.glob(f"{segment.PREFIX}*-{os.getpid()}")), "rank 0 took its name away"
         side = make_side(model, plan, wires, returns, None, None)
         routed = Staged(tokens=side, experts=side, ffn=model.ffn(plan, mesh.rank))
         rows = slice(*bounds[mesh.rank])

@@ -19,7 +19,8 @@ import torch
 from fakes_ranks import drive_shuffled, in_turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_stack import (
+from marks import needs_native
+from moe_layers import (
     HEAD_BYTES,
     JOB_BYTES,
     NUM_TOKENS,
@@ -44,7 +45,6 @@ from moesaic.experts.blob import BlobLayout
 from moesaic.experts.contract import Routing
 from moesaic.experts.ffn import LoopFfn
 from moesaic.experts.store import ExpertLoader, ResidentStore
-from moesaic.kernels import native
 from moesaic.kernels.ops import backends
 from moesaic.parallel.dispatch import exchange
 from moesaic.parallel.dispatch.exchange import Exchange
@@ -217,7 +217,7 @@ def test_every_rank_gathers_the_roots_where_all_have_all_rows() -> None:
         assert num_different(y_TD, on_one_rank(model)) == 0
 
 
-@pytest.mark.skipif(native.module() is None, reason="native kernels are not built")
+@needs_native
 def test_slices_over_shared_memory_fill_the_largest_messages() -> None:
     """All slices of all experts are on the other rank, and come back in float32."""
     model = make_model("bfloat16")

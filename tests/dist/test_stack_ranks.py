@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from fakes_ranks import drive_shuffled, in_turns
-from moe_stack import make_plan
+from marks import needs_native
+from moe_layers import make_plan
 from paged import PagedModel
 from ranks import run_ranks
 from stacks import VOCAB, Told, in_halves, stacks, write_model
@@ -38,7 +38,7 @@ from moesaic.spec.model import ModelSpec
 from moesaic.spec.numerics import DType, Format, Numerics, preset
 from moesaic.steps import Steps, drive, drive_ready
 
-pytestmark = pytest.mark.skipif(not native.levels(), reason="native kernels are not built")
+pytestmark = needs_native
 TIMEOUT_S = 20.0
 MAX_TOKENS = 64
 Rows = list[tuple[str, list[int]]]
@@ -292,8 +292,7 @@ def test_processes_give_the_bits_of_one_rank_step_after_step(
 
     def compute(mesh: Mesh) -> tuple[bool, int, list[int]]:
         shape = SegmentShape(num_ranks=num_ranks, lanes=tuple(sizes_of(folder, num_ranks, 2)))
-        with patch.object(torch, "set_num_threads"):  # a fork of a process that had threads starts none
-            rank = Rank(folder, plan, Segment.join(mesh, shape), num_threads=num_threads)
+        rank = Rank(folder, plan, Segment.join(mesh, shape), num_threads=num_threads)
         draw, is_same = random.Random(mesh.rank), True
         for step in range(num_steps):
             time.sleep(draw.choice([0.0, 0.0, 0.003]))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moe_stack import (
+from moe_layers import (
     NUM_EXPERTS,
     TOKENS_PER_RANK,
     Model,

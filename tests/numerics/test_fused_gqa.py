@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_cases import BLOCK
+from marks import needs_native
 from torch import Tensor
 
 from moesaic.kernels import native
@@ -28,9 +29,7 @@ from moesaic.spec.numerics import KV_FORMATS, KvFormat, preset
 from moesaic.spec.quantised import QUANTISED
 from moesaic.steps import drive
 
-pytestmark = pytest.mark.skipif(
-    not native.levels(), reason="the native kernels were not built in this installation"
-)
+pytestmark = needs_native
 LEVELS = native.levels()
 HIDDEN, EPS = 64, 1e-5
 SPEC = GqaSpec(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import needs_native
 from moe_cases import LAYER, TAG, Case, make_case, moe_spec, numerics_of
 from torch import Tensor
 
@@ -31,9 +32,7 @@ from moesaic.spec.numerics import FORMATS, DType
 from moesaic.spec.quantised import QUANTISED
 from moesaic.steps import drive
 
-pytestmark = pytest.mark.skipif(
-    not native.levels(), reason="the native kernels were not built in this installation"
-)
+pytestmark = needs_native
 LEVELS = native.levels()
 DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
 NUM_EXPERTS, WIDTH, EPS = 8, 96, 1e-5

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import CONFIGS, write_checkpoint
 from family_configs import FAMILY_CONFIGS
+from marks import needs_native
 from paged import PagedModel, random_tokens
 
 from moesaic.experts.blob import BlobLayout
@@ -24,9 +25,7 @@ from moesaic.parallel.dispatch.fused import Fused
 from moesaic.parallel.dispatch.local import Local
 from moesaic.parallel.dispatch.staged import Staged
 
-pytestmark = pytest.mark.skipif(
-    not native.levels(), reason="the native kernels were not built in this installation"
-)
+pytestmark = needs_native
 PROMPT = random_tokens(40, 256, seed=5)
 
 

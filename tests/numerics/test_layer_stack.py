@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import CONFIGS, qwen3_moe_config, write_checkpoint
+from marks import needs_native
 from paged import PagedModel
 from stacks import VOCAB, Told, check_same, in_halves, load_stack, results, stacks
 from torch import Tensor
@@ -27,9 +28,7 @@ from moesaic.spec.experts import contiguous_plan
 from moesaic.spec.numerics import DType, Format
 from moesaic.steps import drive
 
-pytestmark = pytest.mark.skipif(
-    not native.levels(), reason="the native kernels were not built in this installation"
-)
+pytestmark = needs_native
 Steps = list[list[tuple[str, list[int]]]]
 
 
@@ -127,11 +126,14 @@ def test_another_plan_of_the_store_moves_no_bit_and_takes_effect(tmp_path: Path)
     plan = contiguous_plan((16, 16), 1)
     for number, rows in enumerate(steps):
         found += results(paged, [rows])[: -len(expected[-4:])]
-        slots = tuple(slots[::-1].copy() if number % 2 else slots for slots in plan.slot_expert)
+        slots = tuple(slots if number % 2 else slots[::-1].copy() for slots in plan.slot_expert)
         drive([model.placed.adopt(replace(plan, version=number + 1, slot_expert=slots))], 1.0)
         [stack] = stacks(model.decoder)
-        assert stack._held != model.store.num_adopted, "noticed by the next step"
+        assert stack._held != model.store.num_replaced, "noticed by the next step"
     check_same(found, expected[:-4])
+    before = model.store.num_replaced
+    drive([model.placed.adopt(replace(plan, version=99, slot_expert=slots))], 1.0)
+    assert model.store.num_replaced == before, "a plan that moves nothing has nothing bound again"
     # The control: the same weights under exchanged names.
     for layer_idx in range(2):
         table = model.store.table(layer_idx)
@@ -227,7 +229,8 @@ def test_what_was_told_is_written_again_only_by_a_step_of_equal_size(tmp_path: P
 
 
 def test_a_call_that_does_not_end_stops_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_stack(tmp_path, 2, num_threads=4)
+    # Tasks that take much longer than threads are waited for at all.
+    model = load_stack(tmp_path, 2, num_threads=4, level="portable", moe_intermediate_size=1024)
     paged = PagedModel(model, num_blocks=512)
     monkeypatch.setattr(module, "TIMEOUT_S", 0.0)
 

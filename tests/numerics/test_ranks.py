@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from marks import needs_native
+from ranks import segments_left
 
 from moesaic.engine.client import EngineSnapshot
 from moesaic.engine.layout import data_parallel
@@ -22,7 +24,6 @@ from moesaic.errors import CapacityError, ConfigError
 from moesaic.hashing import digest
 from moesaic.kernels import native
 from moesaic.models.build import read_spec
-from moesaic.parallel.segment import FOLDER, PREFIX
 from moesaic.sched.request import RequestEvent, SamplingParams
 from moesaic.spec.codec import to_plain
 from moesaic.spec.deployment import Deployment, single_process
@@ -283,10 +284,10 @@ def test_a_rank_that_dies_ends_every_request_with_its_name_and_leaves_no_process
     assert not llm.engine.snapshot().is_ready
     llm.close()
     assert all(process.poll() is not None for process in processes)
-    assert not list(FOLDER.glob(f"{PREFIX}*"))
+    assert not segments_left()
 
 
-@pytest.mark.skipif(native.module() is None, reason="native kernels are not built")
+@needs_native
 def test_messages_that_shared_memory_does_not_hold_are_refused_before_weights_are_read() -> None:
     with pytest.raises(
         CapacityError, match=r"2 ranks need \d+ bytes .* enlarge it .*lower max_tokens_per_step"

@@ -166,7 +166,7 @@ def test_a_layout_that_was_not_run_is_missed(eight: Path) -> None:
     )
     assert empty.failures == ("3 layouts were expected, 0 run and 0 refused",)
     none = replace(empty, expected=1, refused=(Refused(name="leaves", reason="so it is"),))
-    assert none.failures == ("every layout was refused, so none was compared",)
+    assert none.failures == ("all 1 layouts were refused, so none was compared; leaves: so it is",)
 
 
 def test_the_first_bit_that_differs_is_found() -> None:

@@ -106,7 +106,11 @@ class LayoutVerification:
             if not one.bit_identical
         ]
         if self.refused and not self.layouts:
-            found.append("every layout was refused, so none was compared")
+            first = self.refused[0]
+            found.append(
+                f"all {len(self.refused)} layouts were refused, so none was compared; {first.name}: "
+                f"{first.reason}"
+            )
         found += [f"{name} was not noticed: the comparison proves nothing" for name in self.missed_controls]
         if self.expected != len(self.layouts) + len(self.refused):
             found.append(

@@ -55,7 +55,7 @@ class Runner:
 
     @torch.inference_mode()
     def logits(self, hidden_TD: Tensor, rows_B: IntArray) -> Float32Array:
-        """Logits of chosen rows, in ascending order.
+        """Logits of chosen rows, each once and in ascending order.
 
         Shapes:  hidden_TD [T, D]; rows_B [B] int64; returns [B, V] float32.
         """

@@ -297,7 +297,7 @@ class ResidentStore(ExpertStore):
         self._weights = {layer_idx: _weights(arena) for layer_idx, arena in self._arenas.items()}
         self._check_held(plan, slots := self._slots(plan))
         self._tables = {layer_idx: self._table(layer_idx, ids) for layer_idx, ids in slots.items()}
-        self.num_adopted = 0  # plans since the first
+        self.num_replaced = 0  # tables, by plans that were adopted
 
     @property
     def weight_bytes(self) -> int:
@@ -321,7 +321,6 @@ class ResidentStore(ExpertStore):
         slots = self._slots(plan)
         if moves is None:
             self._check_held(plan, slots)
-        self.num_adopted += 1
         for layer_idx, ids in slots.items():
             if moves is not None:
                 yield from self._refill(layer_idx, tuple(sorted(set(ids))), moves)
@@ -330,6 +329,7 @@ class ResidentStore(ExpertStore):
                 self._weights[layer_idx][i] is not one for i, one in zip(ids, table.weights, strict=True)
             ):
                 self._tables[layer_idx] = self._table(layer_idx, ids)
+                self.num_replaced += 1
         yield from ()
 
     def held(self, layer_idx: int) -> tuple[int, ...]:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from marks import needs_native
 
 from moesaic.kernels import native
 from moesaic.kernels.huge_pages import HUGE_BYTES
 from moesaic.kernels.measure import child, disk, gemm, memory
 
 MIB = 2**20
-needs_native = pytest.mark.skipif(native.module() is None, reason="native kernels are not built")
 needs_drive = pytest.mark.skipif(
     not hasattr(os, "posix_fadvise") or disk.file_system(Path("/tmp")) in disk.IN_MEMORY,
     reason="the folder of temporary files is not on a drive",

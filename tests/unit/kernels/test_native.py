@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import needs_native
 from torch import Tensor
 
 from moesaic.errors import ConfigError, KernelUnavailable
@@ -18,9 +19,7 @@ from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.ops import backends, choose, default_backend
 from moesaic.spec.numerics import DType, preset
 
-pytestmark = pytest.mark.skipif(
-    not native.levels(), reason="the native kernels were not built in this installation"
-)
+pytestmark = needs_native
 LEVELS = native.levels()
 DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Of the greatest result: sums of up to some hundred terms in float32, and one rounding to bfloat16.

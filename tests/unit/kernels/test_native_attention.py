@@ -10,15 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_cases import BLOCK, Heads, Sequence, reference_ops
+from marks import needs_native
 
 from moesaic.kernels import native
 from moesaic.kernels.kv_view import KvPlaces, KvRow, KvView
 from moesaic.kernels.ops import Ops, choose
 from moesaic.spec.numerics import KV_FORMATS, DType, KvFormat, preset
 
-pytestmark = pytest.mark.skipif(
-    not native.levels(), reason="the native kernels were not built in this installation"
-)
+pytestmark = needs_native
 LEVELS = native.levels()
 # Of numbers of size 1: float32 sums of some hundred terms, or one rounding to bfloat16.
 TOLERANCE: dict[DType, float] = {"float32": 3e-6, "bfloat16": 1e-2}

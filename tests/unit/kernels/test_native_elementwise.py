@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import needs_native
 from scipy.special import erfc
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,9 +21,7 @@ from moesaic.kernels.native.ops import NativeOps
 from moesaic.kernels.ops import choose
 from moesaic.spec.numerics import DType, preset
 
-pytestmark = pytest.mark.skipif(
-    not native.levels(), reason="the native kernels were not built in this installation"
-)
+pytestmark = needs_native
 LEVELS = native.levels()
 
 

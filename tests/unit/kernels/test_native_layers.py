@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import needs_native
 from torch import Tensor
 
 from moesaic.kernels import native
@@ -16,9 +17,7 @@ from moesaic.kernels.state_view import StatePlaces, StateRow, StateView
 from moesaic.spec.model import GateSpec
 from moesaic.spec.numerics import DType, preset
 
-pytestmark = pytest.mark.skipif(
-    not native.levels(), reason="the native kernels were not built in this installation"
-)
+pytestmark = needs_native
 LEVELS = native.levels()
 DTYPES: dict[DType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLOSE: dict[DType, dict[str, float]] = {

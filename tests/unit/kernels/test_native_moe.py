@@ -9,13 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import needs_native
 from torch import Tensor
 
 from moesaic.kernels import native
 
-pytestmark = pytest.mark.skipif(
-    not native.levels(), reason="the native kernels were not built in this installation"
-)
+pytestmark = needs_native
 D, F, K, E = 8, 4, 2, 3
 ARENA = torch.zeros(1 << 16)  # all addresses below lie inside it, with room on both sides
 AT = ARENA.data_ptr() + (1 << 12)

@@ -10,12 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import needs_native
 
 from moesaic.kernels import native
 
-pytestmark = pytest.mark.skipif(
-    not native.levels(), reason="the native kernels were not built in this installation"
-)
+pytestmark = needs_native
 D, F, K, E, C, H, BLOCK, T = 8, 4, 2, 3, 4, 2, 4, 3
 ARENA = torch.zeros(1 << 16)  # all addresses below lie inside it, with room on both sides
 AT = ARENA.data_ptr() + (1 << 12)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import needs_native
 from moe_cases import LAYER, TAG, Case, make_case, make_inputs, moe_spec, numerics_of, run
 from torch import Tensor
 
@@ -27,9 +28,7 @@ from moesaic.spec.numerics import DTYPE_BYTES, FORMATS, DType, Format, WireForma
 from moesaic.spec.quantised import QUANTISED
 from moesaic.steps import DONE, drive
 
-pytestmark = pytest.mark.skipif(
-    not native.levels(), reason="the native kernels were not built in this installation"
-)
+pytestmark = needs_native
 LEVELS = native.levels()
 DTYPES: tuple[DType, ...] = ("float32", "bfloat16")
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped")

@@ -69,8 +69,8 @@ class Fused(RoutedExperts):
         self._meter.num_jobs += num_jobs
 
     def held(self) -> int:
-        """What changes with the plan of the store, for whoever keeps layers of several calls."""
-        return self._store.num_adopted
+        """What changes with the tables of the store, for whoever keeps layers of several calls."""
+        return self._store.num_replaced
 
     def layer(self) -> MoeLayer:
         """The experts as the store has them now."""

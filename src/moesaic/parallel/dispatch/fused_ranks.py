@@ -145,8 +145,8 @@ class FusedLayer(RoutedExperts):
         """Nothing to tell: lanes count their jobs."""
 
     def held(self) -> tuple[int, int]:
-        """What changes with the plan of store or dispatcher, for whoever keeps layers of several calls."""
-        return self._store.num_adopted, self._ranks.num_placed
+        """What changes with the tables of store or dispatcher, for whoever keeps layers of several calls."""
+        return self._store.num_replaced, self._ranks.num_placed
 
     def holds(self, bound: _Bound) -> bool:
         """Whether the plan is still the one that calls were bound under."""

@@ -1,4 +1,4 @@
-"""A stack of two MoE layers with residuals, on one rank and spread over ranks in one thread.
+"""Two MoE layers with residuals, on one rank and spread over ranks in one thread.
 
 Two layers, so that a bit lost in the first shows in the second.
 """
