@@ -42,15 +42,16 @@ void run_strips(void* context, int64_t task) {
   job.table->run(job.calls[i], job.scratch[i], job.cuts[i].first(within), job.cuts[i].first(within + 1));
 }
 
-// Strips of a weight in tasks: four a thread at least, and none so long that a cache would not hold it.
+// Strips of a weight in tasks, four a thread at least.
 Cut cut(const Matrix& weight, int64_t rows, bool is_last, int num_threads) {
-  const int64_t count = weight.num_strips(), tile = weight.is_packed() ? 1 : 12;  // whole tiles of every level
+  const int64_t count = weight.num_strips(), tile = weight.is_packed() ? 1 : 24;  // whole tiles of every level
   const auto strips = [&](int64_t num_bytes) {
     const int64_t most = std::max<int64_t>(1, num_bytes / std::max<int64_t>(weight.strip_bytes(), 1));
     return (std::min(most, (count + 4 * num_threads - 1) / (4 * num_threads)) + tile - 1) / tile * tile;
   };
-  const int64_t size = std::max<int64_t>(1, strips(task_bytes(rows)));
-  return {count, size, is_last ? std::max<int64_t>(1, strips(kLastTaskBytes)) : size};
+  const int64_t size = std::max<int64_t>(1, strips(task_bytes(rows, weight.weight_bytes(), num_threads)));
+  if (!is_last) return {count, size};
+  return {count, size, std::max<int64_t>(1, strips(kLastTaskBytes)), num_threads};
 }
 
 bool has_form_of(const Matrix& a, const Matrix& b) {

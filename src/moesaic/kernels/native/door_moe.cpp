@@ -207,19 +207,21 @@ void make_tasks(MoeRun& run, const MoeLayer& layer) {
     run.inner_left = std::vector<std::atomic<int32_t>>(layer.slots.size());
   run.rows_left.store(add_tasks(run, Stage::kRows, call.num_rows, kRowUnit));
   pair_slots(run);
-  const auto rows_of = [&](int32_t slot) { return run.offsets[slot + 1] - run.offsets[slot]; };
+  int64_t all_bytes = 0;
+  for (const int32_t slot : run.active) all_bytes += layer.slot_bytes[slot];
+  const auto bytes_of_task = [&](int32_t slot) {
+    return task_bytes(run.offsets[slot + 1] - run.offsets[slot], all_bytes, run.num_threads);
+  };
   add_pairs(run, Stage::kInner, [&](int32_t slot) {
     const int64_t bytes = column_bytes(layer.slots[slot].inner) * (layer.is_gated ? 2 : 1);
-    const int64_t tile = tile_of(bytes, task_bytes(rows_of(slot)));
-    const Cut cut{layer.inner_width, tile, tile};
+    const Cut cut{layer.inner_width, tile_of(bytes, bytes_of_task(slot))};
     run.inner_left[slot].store(static_cast<int32_t>(cut.num_tasks()));
     return cut;
   });
   run.down_left.store(add_pairs(run, Stage::kDown, [&](int32_t slot) {
     // Short at the end, where threads wait for each other.
-    const int64_t most = slot == run.active.back() ? kLastTaskBytes : task_bytes(rows_of(slot));
-    const int64_t tile = tile_of(column_bytes(layer.slots[slot].down), most);
-    return Cut{layer.width, tile, tile};
+    const int64_t most = slot == run.active.back() ? kLastTaskBytes : bytes_of_task(slot);
+    return Cut{layer.width, tile_of(column_bytes(layer.slots[slot].down), most)};
   }));
   const int64_t products = std::max<int64_t>(1, layer.width * layer.num_choices);
   add_tasks(run, Stage::kCombine, call.num_tokens, std::max<int64_t>(1, kCombineNumbers / products));

@@ -374,7 +374,7 @@ void MoeRanks::fill(Group& group) {
     row.rows[form] = rows + job * form_bytes;
     table.moe_rows(row, 0, 1);
   }
-  const int64_t most = task_bytes(num_jobs);
+  const int64_t most = task_bytes(num_jobs, layer.slot_bytes[group.slot], kernels_.team.num_threads());
   group.inner_tile = tile_of(column_bytes(expert.inner) * (layer.is_gated ? 2 : 1), most);
   group.down_tile = tile_of(column_bytes(expert.down), most);
   group.num_inner = (layer.inner_width + group.inner_tile - 1) / group.inner_tile;

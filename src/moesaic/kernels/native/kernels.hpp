@@ -15,23 +15,31 @@
 
 namespace moesaic {
 
-// guess: weight bytes of a task. Few rows pass once, and what is fetched ahead at a task's end is another thread's: few,
-// long tasks, and short ones at the end, where threads wait for each other. More rows pass again and again: a
-// second-level cache must hold a task's weights beside x.
-constexpr int64_t kTaskBytes = 64 * 1024, kLongTaskBytes = 320 * 1024, kLastTaskBytes = 32 * 1024;
+// guess: weight bytes of a task. Few rows pass once, and a processor reads long runs of memory faster than short ones:
+// tasks are as long as leaves each thread several, and short at the end, where threads wait for each other. More rows
+// pass again and again: a second-level cache must hold a task's weights beside x.
+constexpr int64_t kTaskBytes = 64 * 1024, kLongTaskBytes = 1280 * 1024, kLastTaskBytes = 32 * 1024;
+constexpr int64_t kTasksPerThread = 8;
 constexpr int64_t kFewRows = 16;              // of x: multiplied at once
 constexpr int64_t kSmallScratch = 8 * 1024;  // numbers of x that one thread prepares faster than two: some 5 us
 
-inline int64_t task_bytes(int64_t num_rows) { return num_rows <= kFewRows ? kLongTaskBytes : kTaskBytes; }
+// Of a task of so many rows of x, where all threads have `all_bytes` to read.
+inline int64_t task_bytes(int64_t num_rows, int64_t all_bytes, int num_threads) {
+  if (num_rows > kFewRows) return kTaskBytes;
+  return std::clamp(all_bytes / (kTasksPerThread * num_threads), kTaskBytes, kLongTaskBytes);
+}
 
-// [0, count) in tasks of `size`, the last quarter in tasks of `last_size`.
+// [0, count) in tasks of `size`, the last of them, one for each thread and at most a quarter, in tasks of `last_size`.
 struct Cut {
   int64_t count, size, num_long, last_size;
 
-  Cut() : Cut(0, 1, 1) {}
-  Cut(int64_t count, int64_t size, int64_t last_size)
-      : count(count), size(size), num_long(last_size < size ? count * 3 / 4 / size : count / size),
-        last_size(last_size < size ? last_size : size) {}
+  Cut() : Cut(0, 1) {}
+  Cut(int64_t count, int64_t size) : count(count), size(size), num_long(count / size), last_size(size) {}
+  Cut(int64_t count, int64_t size, int64_t last_size, int num_threads) : Cut(count, size) {
+    if (last_size >= size) return;
+    num_long = (count - std::min(count / 4, num_threads * size)) / size;
+    this->last_size = last_size;
+  }
 
   int64_t num_tasks() const { return num_long + (count - num_long * size + last_size - 1) / last_size; }
   int64_t first(int64_t task) const {
