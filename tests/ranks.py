@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import gc
 import multiprocessing
@@ -88,8 +89,9 @@ def _settle_in() -> None:
     """A fork ends with its parent, and has none of its threads.
 
     So stores of the parent, which wait for theirs, must not be taken apart here; and a torch operation over
-    several threads would never end.
+    several threads would never end. One that hangs says where.
     """
+    faulthandler.dump_traceback_later(TIMEOUT_S / 2)
     gc.freeze()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)

@@ -352,7 +352,7 @@ def _parse_choice(*known: str) -> Callable[[str], str]:
 
 
 def _parse_level(text: str) -> str:
-    levels = ("portable", "avx2", "avx512", "avx512-vnni", "neon", "neon-dotprod")
+    levels = ("portable", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "neon", "neon-dotprod")
     level = _parse_choice("reference", *levels)(text)
     return level if level == "reference" else f"native/{level}"
 
@@ -368,8 +368,9 @@ VARIABLES: tuple[Variable, ...] = (
         name="MOESAIC_CPU_LEVEL",
         field="backend",
         parse=_parse_level,
-        help="level of the native kernels (portable, avx2, avx512, avx512-vnni, neon, neon-dotprod), or "
-        "reference for torch's own matmuls; default: avx2 where torch has no more, else reference",
+        help="level of the native kernels (portable, avx2, avx512, avx512-vnni, avx512-bf16, neon, "
+        "neon-dotprod), or reference for torch's own matmuls; default: the best of an x86 processor from "
+        "avx2 on, else reference",
     ),
     Variable(
         name="MOESAIC_KV_BYTES",

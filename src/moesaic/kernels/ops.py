@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from moesaic.errors import KernelUnavailable
@@ -220,10 +219,6 @@ def backends() -> tuple[str, ...]:
 
 
 def default_backend() -> str:
-    """The native level of this machine, unless torch has faster matmuls here.
-
-    With AVX-512 torch multiplies many rows in bfloat16 faster than the AVX2 kernels do.
-    """
-    best = f"{NATIVE}avx2"
-    is_torch_slower = torch.backends.cpu.get_cpu_capability() == "AVX2"
-    return best if is_torch_slower and best in backends() else "reference"
+    """The best native level of this machine among those that were timed: of x86 processors, from AVX2 on."""
+    best = native.levels()[-1:]
+    return f"{NATIVE}{best[0]}" if best and best[0].startswith("avx") else "reference"

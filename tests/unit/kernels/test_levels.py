@@ -57,7 +57,7 @@ def test_levels_of_this_machine_agree(tmp_path: Path) -> None:
     assert not wrong, "\n".join(wrong)
     assert "portable" in levels
     if has_simde:
-        assert {"avx2", "avx512", "avx512-vnni"} <= levels
+        assert {"avx2", "avx512", "avx512-vnni", "avx512-bf16"} <= levels
     _, spoilt = run(program, "--spoil")
     assert len(levels) == 1 or len(spoilt) >= 13, "a spoilt result of each kernel must be seen"
 

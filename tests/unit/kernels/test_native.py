@@ -104,7 +104,8 @@ def test_products_are_fused_only_where_the_level_says_so(level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_bfloat16_results_are_rounded_to_even(level: str) -> None:
     ops = ops_of(level, "bfloat16")
-    values = torch.tensor([1.0, 1.00390625, 1.01171875, -3.3895e38, 1e-40], dtype=torch.float64)
+    smallest = 0.0 if level == "avx512-bf16" else 1e-40  # its products of bfloat16 are zero below 2^-126
+    values = torch.tensor([1.0, 1.00390625, 1.01171875, -3.3895e38, smallest], dtype=torch.float64)
     x_TD = torch.ones(1, 2, dtype=torch.bfloat16)
     high = values.to(torch.bfloat16)
     rest = (values - high.double()).to(torch.bfloat16)

@@ -19,7 +19,9 @@ std::vector<const LevelTable*> levels_here() {
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
     return found;
   found.push_back(&avx512_level());
-  if (__builtin_cpu_supports("avx512vnni")) found.push_back(&avx512_vnni_level());
+  if (!__builtin_cpu_supports("avx512vnni")) return found;
+  found.push_back(&avx512_vnni_level());
+  if (__builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16_level());
 #elif defined(MOESAIC_ARM64)
   found.push_back(&neon_level());
 #if defined(__linux__)

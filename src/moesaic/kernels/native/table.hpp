@@ -51,6 +51,7 @@ const LevelTable& portable_level();
 const LevelTable& avx2_level();
 const LevelTable& avx512_level();
 const LevelTable& avx512_vnni_level();
+const LevelTable& avx512_bf16_level();
 #elif defined(MOESAIC_ARM64)
 const LevelTable& neon_level();
 const LevelTable& neon_dotprod_level();

@@ -1,0 +1,6 @@
+#define MOESAIC_LEVEL_AVX2
+#define MOESAIC_LEVEL_AVX512
+#define MOESAIC_LEVEL_AVX512_VNNI
+#define MOESAIC_LEVEL_AVX512_BF16
+#define MOESAIC_LEVEL_TABLE avx512_bf16_level
+#include "level.inc"
