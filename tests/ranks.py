@@ -62,12 +62,16 @@ def run_ranks(num_ranks: int, target: Callable[[Mesh], Any], *, dying: tuple[int
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
     )
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    all_forked = context.Event()
     processes = [
-        context.Process(target=_run, args=(rank, num_ranks, store.port, target, pipe[1]), daemon=True)
+        context.Process(
+            target=_run, args=(rank, num_ranks, store.port, target, pipe[1], all_forked), daemon=True
+        )
         for rank, pipe in enumerate(pipes)
     ]
     for process in processes:
         process.start()
+    all_forked.set()
     results = []
     try:
         for rank, (receiver, _) in enumerate(pipes):
@@ -85,21 +89,25 @@ def run_ranks(num_ranks: int, target: Callable[[Mesh], Any], *, dying: tuple[int
     return results
 
 
-def _settle_in() -> None:
+def _settle_in(all_forked: Any) -> None:
     """A fork ends with its parent, and has none of its threads.
 
     So stores of the parent, which wait for theirs, must not be taken apart here; and a torch operation over
-    several threads would never end. One that hangs says where.
+    several threads would never end. A lock that such a thread holds at a fork is never let go in it: nobody
+    speaks to the store, which has one, before all are forked. One that hangs says where.
     """
     faulthandler.dump_traceback_later(TIMEOUT_S / 2)
+    all_forked.wait()
     gc.freeze()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     torch.set_num_threads = lambda num_threads: None  # type: ignore[assignment]
 
 
-def _run(rank: int, num_ranks: int, port: int, target: Callable[[Mesh], Any], pipe: Any) -> None:
-    _settle_in()
+def _run(
+    rank: int, num_ranks: int, port: int, target: Callable[[Mesh], Any], pipe: Any, all_forked: Any
+) -> None:
+    _settle_in(all_forked)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     mesh = Mesh.join(rank=rank, num_ranks=num_ranks, store=store, timeout_s=TIMEOUT_S)
     try:
@@ -123,16 +131,17 @@ class Forked(Launcher):
 
     def start(self, num_ranks: int) -> list[Member]:
         context: Any = multiprocessing.get_context("fork")
+        all_forked = context.Event()
         members = []
         for rank in range(num_ranks):
             ours, theirs = socket.socketpair()
             with theirs:
-                process = context.Process(
-                    target=_serve, args=(rank, theirs, self._store.port, self._ask), daemon=True
-                )
+                told = (rank, theirs, self._store.port, self._ask, all_forked)
+                process = context.Process(target=_serve, args=told, daemon=True)
                 process.start()
             self._processes.append(process)
             members.append(Member(pipe=Connection(ours.detach()), process=None))
+        all_forked.set()
         return members
 
     def close(self) -> None:
@@ -141,8 +150,10 @@ class Forked(Launcher):
             assert process.exitcode is not None, "a rank lives on"
 
 
-def _serve(rank: int, theirs: socket.socket, port: int, ask: Callable[[int], EngineConfig | None]) -> None:
-    _settle_in()
+def _serve(
+    rank: int, theirs: socket.socket, port: int, ask: Callable[[int], EngineConfig | None], all_forked: Any
+) -> None:
+    _settle_in(all_forked)
     pipe, store = Connection(theirs.detach()), dist.TCPStore("127.0.0.1", port, is_master=False)
     serve(pipe, store, rank, "127.0.0.1", own=ask(rank))
     os._exit(0)

@@ -455,7 +455,7 @@ def test_neither_side_holds_the_weights_twice(tmp_path: Path) -> None:
     arguments = ["verify", str(folder), "--dtype", "bfloat16", "--threads", "1", "--tokens", "2", "--json"]
     done = subprocess.run([sys.executable, "-m", "moesaic", *arguments], capture_output=True, text=True)
     peaks = json.loads(done.stdout)["passes"][0]["peak_own_bytes"]
-    # A process of either kind is below 0.4 GB without a weight, and a layer is widened to twice its bytes.
-    most = 400_000_000 + weights + 2 * weights // 8
+    # A process of either kind is below 0.45 GB without a weight, and a layer is widened to twice its bytes.
+    most = 450_000_000 + weights + 2 * weights // 8
     assert max(peaks.values()) < most, peaks
     assert most < 300_000_000 + 2 * weights  # a second copy would show
