@@ -390,17 +390,25 @@ void MoeRanks::fill(Group& group) {
   if (kernels_.team.num_threads() > 1) wire_.ring(wire_.rank);
 }
 
+// Where the weights begin of the task after this one, which the same thread is likely to take; null after the last.
+const uint8_t* MoeRanks::weights_after(const Group& group, int64_t task) const {
+  const Expert& expert = call_.layer->slots[group.slot];
+  if (++task < group.num_inner) return expert.inner.strip(0, task * group.inner_tile);
+  const int64_t first = (task - group.num_inner) * group.down_tile;
+  return first < call_.layer->width ? expert.down.strip(0, first) : nullptr;
+}
+
 void MoeRanks::run_task(Group& group, int64_t task) {
   const MoeLayer& layer = *call_.layer;
+  const uint8_t* then = weights_after(group, task);
   if (task < group.num_inner) {
     const int64_t first = task * group.inner_tile;
-    kernels_.table->moe_inner(group.call, 0, first, std::min(first + group.inner_tile, layer.inner_width),
-                               nullptr);
+    kernels_.table->moe_inner(group.call, 0, first, std::min(first + group.inner_tile, layer.inner_width), then);
     if (group.inner_left.fetch_sub(1) == 1 && kernels_.team.num_threads() > 1) wire_.ring(wire_.rank);
     return;
   }
   const int64_t first = (task - group.num_inner) * group.down_tile;
-  kernels_.table->moe_down(group.call, 0, first, std::min(first + group.down_tile, layer.width), nullptr);
+  kernels_.table->moe_down(group.call, 0, first, std::min(first + group.down_tile, layer.width), then);
   if (group.down_left.fetch_sub(1) == 1) finish(group);
 }
 

@@ -131,6 +131,7 @@ class MoeRanks {
   void work();
   void combine(int64_t first, int64_t end);
   void fill(Group& group);
+  const uint8_t* weights_after(const Group& group, int64_t task) const;
   void run_task(Group& group, int64_t task);
   void finish(Group& group);
   int64_t row_bytes() const { return call_.layer->width * bytes_of(call_.layer->seam); }
